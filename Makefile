@@ -1,0 +1,47 @@
+# Every target makes .venv on demand; nothing has to be installed by hand but Python 3.11 or newer.
+PYTHON ?= python3
+BIN := .venv/bin
+PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/pip install --quiet --constraint constraints.txt
+
+.PHONY: demo test test-slow test-compat lint check clean
+
+## demo: sample from a tiny random model, dense and sparse side by side
+demo: .venv/ready
+	$(BIN)/sparse-rl generate "The cache forgets, the text goes on." --kv.policy rkv --kv.budget 32 --kv.interval 16 \
+		--sampling.max_tokens 96 --sampling.seed 1 --compare
+
+## test: everything but the slow tests
+test: .venv/ready
+	$(BIN)/python -m pytest
+
+## test-slow: the slow tests alone
+test-slow: .venv/ready
+	$(BIN)/python -m pytest -m slow
+
+## test-compat: the engine's tests on the oldest supported transformers, in an environment of their own
+test-compat:
+	set -e; env=$$(mktemp -d); trap 'rm -rf "$$env"' EXIT; $(PYTHON) -m venv $$env; \
+	sed 's/^transformers==.*/transformers==5.17.0/; /^tokenizers==/d; /^huggingface_hub==/d' constraints.txt > $$env/constraints.txt; \
+	$$env/bin/pip install --quiet --constraint $$env/constraints.txt torch; \
+	$$env/bin/pip install --quiet --constraint $$env/constraints.txt '.[test]'; \
+	$$env/bin/python -c "import transformers; print('transformers', transformers.__version__)"; \
+	$$env/bin/python -m pytest tests/rollout tests/model tests/score
+
+## lint: ruff and mypy
+lint: .venv/ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+## check: what has to pass before a commit
+check: lint test
+
+# torch alone and first: pinned, so that no other package's wider request can pull in another build.
+.venv/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(PIP) torch
+	$(PIP) --editable '.[test,lint]'
+	touch $@
+
+clean:
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From components' settings to command-line flags and YAML keys, and back.
+
+Each component owns a frozen dataclass; its fields become `--section.field`, documented by the lines `field: text` of
+its docstring. Nothing here knows what a setting means.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from dataclasses import MISSING, fields
+from difflib import get_close_matches
+from typing import Any, TypeVar, get_type_hints
+
+from jsonargparse import ArgumentParser, Namespace
+
+from sparse_rl.kv import POLICIES, KVPolicy, build_policy
+
+C = TypeVar("C")
+
+
+def add_section(parser: ArgumentParser, name: str, component: type) -> None:
+    """One flag for every field of the component's settings."""
+    group = parser.add_argument_group(f"{name} settings")
+    hints, texts = get_type_hints(component), field_texts(component)
+    for field in fields(component):
+        assert field.default is not MISSING, f"{component.__name__}.{field.name} needs a default"
+        group.add_argument(
+            f"--{name}.{field.name}", type=hints[field.name], default=field.default, help=texts[field.name]
+        )
+
+
+def build_section(component: type[C], section: Namespace) -> C:
+    """The component's settings; it checks them itself."""
+    return component(**section.as_dict())
+
+
+def add_kv_section(parser: ArgumentParser) -> None:
+    """`--kv.policy` and every setting of every policy; unset ones take the policy's own default."""
+    group = parser.add_argument_group("kv settings (defaults are the policy's own)")
+    group.add_argument("--kv.policy", type=str, default="full", help=f"one of {', '.join(POLICIES)}")
+    settings: dict[str, tuple[Any, str, list[str]]] = {}
+    for policy in POLICIES.values():
+        hints, texts = get_type_hints(policy), field_texts(policy)
+        for field in fields(policy):
+            known = settings.setdefault(field.name, (hints[field.name], texts[field.name], []))
+            known[2].append(f"{policy.name} {field.default}")
+    for name, (hint, text, defaults) in settings.items():
+        group.add_argument(f"--kv.{name}", type=hint | None, default=None, help=f"{text} [{', '.join(defaults)}]")
+
+
+def build_kv(section: Namespace) -> KVPolicy:
+    """The policy with the settings that were given."""
+    return build_policy(**{key: given for key, given in section.as_dict().items() if given is not None})
+
+
+def field_texts(component: type) -> dict[str, str]:
+    """What the docstrings of a component and its bases say of each field, lines of the form `field: text`."""
+    texts: dict[str, str] = {}
+    for base in reversed(component.__mro__):
+        texts |= dict(re.findall(r"^(\w+): (.+)$", inspect.cleandoc(base.__doc__ or ""), flags=re.MULTILINE))
+    return texts
+
+
+def suggest(message: str, parser: ArgumentParser) -> str:
+    """An argument error in one line, with the nearest known option if it names an unknown one."""
+    message = " ".join(message.split())
+    unknown = re.search(r"unrecognized arguments: (\S+)|does not accept option '(\S+)'", message)
+    if unknown:
+        word = (unknown[1] or unknown[2]).split("=")[0].lstrip("-")
+        known = [option.lstrip("-") for action in parser._actions for option in action.option_strings]
+        close = get_close_matches(word, known, n=1)
+        return f"unknown option {word!r}" + (f"; did you mean --{close[0]}?" if close else "; see --help.")
+    return message

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What attention and redundancy say about cache entries; the pieces SnapKV and R-KV are made of.
+
+    att_ij  = softmax_j max_g (scale * q_gi . k_j)      j over live entries before the window, i over last queries
+    attn_j  = max_pool_kernel( mean_i att_ij )
+    S_ij    = cos(k_i, k_j), S_ii = 0; each row i also zeroes its last j with S_ij > threshold (the first j if none)
+    red_j   = softmax_j( mean_i S_ij )                   i and j over all live entries, the window included
+
+Rows may be ragged: `live_BKS` marks the entries that count, and dead ones are as if they were not there.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.functional import max_pool1d
+
+SIMILARITY_BLOCK = 256
+NORM_EPS = 1e-8
+
+
+def attention_importance_ref(
+    k_BKSD: torch.Tensor,
+    queries_BHWD: torch.Tensor,
+    candidates_BKS: torch.Tensor,
+    *,
+    scale: float,
+    kernel: int,
+) -> torch.Tensor:
+    """Pooled mean attention of the last queries to each candidate, B K S; zero where there is none."""
+    batch, num_kv_heads = k_BKSD.shape[:2]
+    q_BKGWD = queries_BHWD.reshape(batch, num_kv_heads, -1, *queries_BHWD.shape[2:])
+    logits = torch.einsum("bkgwd,bksd->bkgws", upcast(q_BKGWD), upcast(k_BKSD)).amax(dim=2) * scale
+    logits = logits.masked_fill(~candidates_BKS[:, :, None], float("-inf"))
+    attention = torch.softmax(logits, dim=-1).nan_to_num(0.0)  # a row without candidates is all nan
+    mean_BKS = attention.mean(dim=2).masked_fill(~candidates_BKS, float("-inf"))
+    pooled = max_pool1d(mean_BKS, kernel, stride=1, padding=kernel // 2)
+    return pooled.masked_fill(~candidates_BKS, 0.0)
+
+
+def redundancy_ref(k_BKSD: torch.Tensor, live_BKS: torch.Tensor, *, threshold: float) -> torch.Tensor:
+    """Softmax over live entries of each key's mean cosine to the others, B K S; zero where dead.
+
+    Works in blocks of rows, so nothing of size S x S is held.
+    """
+    unit = upcast(k_BKSD)
+    unit = unit / (unit.norm(dim=-1, keepdim=True) + NORM_EPS)
+    size = unit.shape[2]
+    column = torch.arange(size, device=unit.device)
+    first_live = live_BKS.int().argmax(dim=-1, keepdim=True)  # where rows without a near-duplicate point
+    total_BKS = torch.zeros_like(unit[..., 0])
+    for start in range(0, size, SIMILARITY_BLOCK):
+        row = column[start : start + SIMILARITY_BLOCK]
+        cosine = unit[:, :, row] @ unit.transpose(-1, -2)
+        cosine = cosine.masked_fill(row[:, None] == column, 0.0)
+        near = (cosine > threshold) & live_BKS[:, :, None]
+        newest = torch.where(near, column, -1).amax(dim=-1)
+        spared = torch.where(newest < 0, first_live, newest)
+        cosine = cosine.scatter(-1, spared[..., None], 0.0)
+        total_BKS += cosine.masked_fill(~live_BKS[:, :, row, None], 0.0).sum(dim=2)
+    mean_BKS = total_BKS / live_BKS.sum(dim=-1, keepdim=True).clamp(min=1)
+    return torch.softmax(mean_BKS.masked_fill(~live_BKS, float("-inf")), dim=-1).nan_to_num(0.0)
+
+
+def upcast(x: torch.Tensor) -> torch.Tensor:
+    """At least fp32, so scores do not tie by rounding."""
+    return x if x.dtype == torch.float64 else x.float()

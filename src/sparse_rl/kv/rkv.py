@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""R-KV (arXiv 2505.24133): attended to, and not a repetition of other entries.
+
+    importance = lam * attention - (1 - lam) * redundancy
+
+Departure: entries stay in ascending position order. The released code stores them by score, and as pooling and the
+last-duplicate rule read neighbours, its later firings differ; `order="score"` reproduces it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+
+from sparse_rl.kernels.importance import redundancy_ref
+from sparse_rl.kv.policy import Entries
+from sparse_rl.kv.snapkv import SnapKV
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RKV(SnapKV):
+    """Attention of the last `window` queries, less redundancy among keys.
+
+    lam: weight of attention against redundancy, 0 to 1
+    threshold: cosine above which two keys are duplicates; the newest one of each key is spared
+    order: how kept entries are stored, by "position" or by "score" as in the released code
+    """
+
+    name: ClassVar[str] = "rkv"
+
+    lam: float = 0.1
+    threshold: float = 0.5
+    order: Literal["position", "score"] = "position"
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.lam <= 1.0:
+            raise ValueError(f"kv.lam is {self.lam}; it must lie between 0 and 1.")
+        if self.order not in ("position", "score"):
+            raise ValueError(f'kv.order is {self.order!r}; choose "position" or "score".')
+        SnapKV.__post_init__(self)
+
+    def importance(self, entries: Entries) -> torch.Tensor:
+        attention = SnapKV.importance(self, entries)
+        redundancy = redundancy_ref(entries.k_BKSD, entries.live_BKS, threshold=self.threshold)
+        return self.lam * attention - (1.0 - self.lam) * redundancy
+
+    def arrange(
+        self, kept_BKT: torch.Tensor, importance_BKS: torch.Tensor, entries: Entries, counts_B: torch.Tensor
+    ) -> torch.Tensor:
+        if self.order == "position":
+            return kept_BKT
+        # Best first, then the window in its own order, then padding: a stable sort on each key, least important first.
+        padding = torch.arange(kept_BKT.shape[-1], device=kept_BKT.device) >= counts_B[:, None]
+        recent = entries.recent_BS[:, None].expand_as(importance_BKS).gather(-1, kept_BKT)
+        score = importance_BKS.gather(-1, kept_BKT).masked_fill(recent, float("-inf"))
+        order = score.argsort(dim=-1, descending=True, stable=True)
+        rank = recent.int() + 2 * padding[:, None].int()
+        order = order.gather(-1, rank.gather(-1, order).argsort(dim=-1, stable=True))
+        return kept_BKT.gather(-1, order)

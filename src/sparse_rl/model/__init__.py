@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Hugging Face module that both the sampler and the learner run."""

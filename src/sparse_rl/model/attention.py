@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one attention function this package gives to transformers, registered once and never toggled.
+
+What it does depends on the context handed to the call, `model(..., kv=context)`:
+
+    a context   its `attend` decides: decode into the paged cache, packed prefill into it, or packed rows
+    none        plain causal attention, as under `model.generate`
+
+A padding mask reaches only the mask function, which accepts all ones. Whatever is not implemented raises here:
+an ignored keyword would change the logits without a word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any, Protocol
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from sparse_rl.kernels.prefill import causal_attention_ref, packed_attention_ref
+
+NAME = "sparse_rl"
+
+# Keywords that travel through the layers and do not change what attention computes.
+HARMLESS = frozenset({"position_ids", "use_cache", "cache_position"})
+
+
+class UnsupportedModelError(ValueError):
+    """The model needs something our attention does not implement."""
+
+
+class AttentionContext(Protocol):
+    def attend(
+        self,
+        layer_idx: int,
+        q_BHTD: torch.Tensor,
+        k_BKTD: torch.Tensor,
+        v_BKTD: torch.Tensor,
+        *,
+        scale: float,
+        window: int | None,
+    ) -> torch.Tensor:
+        """The attention output, B H T D."""
+        ...
+
+
+class PackedRows:
+    """Several sequences in one row, each attending to itself alone; what the learner's forward uses."""
+
+    def __init__(self, boundaries: list[int]) -> None:
+        self.boundaries = boundaries  # [0, end of sequence 0, end of sequence 1, ...]
+
+    def attend(
+        self,
+        layer_idx: int,
+        q_BHTD: torch.Tensor,
+        k_BKTD: torch.Tensor,
+        v_BKTD: torch.Tensor,
+        *,
+        scale: float,
+        window: int | None,
+    ) -> torch.Tensor:
+        return packed_attention_ref(q_BHTD, k_BKTD, v_BKTD, self.boundaries, scale=scale, window=window)
+
+
+def packed_positions(boundaries: list[int], device: torch.device) -> torch.Tensor:
+    """Positions 0, 1, 2, ... inside each packed sequence, (1, T)."""
+    return torch.cat([torch.arange(b - a, device=device) for a, b in pairwise(boundaries)])[None]
+
+
+def attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    kv: AttentionContext | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Registered with transformers. Takes B H T D after rotation, returns (B T H D, None)."""
+    unknown = [
+        name for name, given in kwargs.items() if name not in HARMLESS and given is not None and given is not False
+    ]
+    if unknown:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} passes {', '.join(sorted(unknown))} to attention, which sparse_rl does not "
+            "implement; its logits would be wrong. Use a model with plain softmax attention."
+        )
+    if dropout:
+        raise UnsupportedModelError(f"attention dropout is {dropout}; set it to 0 in the model's config.")
+    if key.shape[-1] != value.shape[-1]:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} has keys of width {key.shape[-1]} and values of width {value.shape[-1]}; "
+            "the paged cache needs them equal."
+        )
+    if attention_mask is not None and kv is None:
+        raise UnsupportedModelError(
+            "attention got a mask but no context: packed rows and custom masks need `model(..., kv=PackedRows(...))`."
+        )
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    if kv is None:
+        out = causal_attention_ref(query, key, value, scale=scale, window=sliding_window)
+    else:
+        out = kv.attend(module.layer_idx, query, key, value, scale=scale, window=sliding_window)  # type: ignore[arg-type]
+    return out.transpose(1, 2).contiguous(), None
+
+
+def attention_mask(
+    *,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | torch.Tensor = 0,
+    kv_offset: int = 0,
+    attention_mask: torch.Tensor | None = None,
+    allow_is_causal_skip: bool = True,
+    use_vmap: bool = False,
+    device: torch.device | None = None,
+    **kwargs: Any,
+) -> torch.Tensor | None:
+    """Registered with transformers. None for plain causal attention, a marker for packed rows (see `attention`)."""
+    if attention_mask is not None and not bool(attention_mask.all()):
+        raise ValueError(
+            "got a padding mask, which this attention does not read: pack the rows (`kv=PackedRows(...)`) "
+            "or load the model with attn_implementation='sdpa'."
+        )
+    if use_vmap:
+        raise UnsupportedModelError(
+            "the model adds its own mask to causal attention, which sparse_rl does not implement."
+        )
+    if not isinstance(q_offset, int) or q_offset + q_length != kv_offset + kv_length:
+        raise ValueError("static caches are not supported by this attention; use the default dynamic cache.")
+    if not allow_is_causal_skip:
+        return torch.empty(0, device=device)
+    return None
+
+
+def register() -> None:
+    """Make `attn_implementation="sparse_rl"` known to transformers; safe to call again."""
+    function: Callable[..., Any] = attention
+    AttentionInterface.register(NAME, function)
+    AttentionMaskInterface.register(NAME, attention_mask)
+
+
+register()

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a model's attention looks like, and whether ours can stand in for it: found by running one token.
+
+The library's own support flags are no test. A model passes if our attention function is called exactly once a layer,
+in order, with plain arguments, and every layer is full or sliding attention.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+
+from sparse_rl.model.attention import UnsupportedModelError
+
+LAYER_TYPES = ("full_attention", "sliding_attention")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionShape:
+    """What the paged cache has to hold for one model."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    windows: tuple[int | None, ...]  # one a layer; None = full attention
+    scales: tuple[float, ...]  # one a layer
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.windows)
+
+    @property
+    def entry_bytes(self) -> int:
+        """Key, value and position of one token in every layer and KV head."""
+        return self.num_layers * self.num_kv_heads * (2 * self.head_dim * self.dtype.itemsize + 4)
+
+    def query_bytes(self, num_queries: int) -> int:
+        """The remembered queries of one sequence."""
+        return self.num_layers * num_queries * self.num_heads * self.head_dim * self.dtype.itemsize
+
+    def dense_entries(self, context: int) -> float:
+        """Entries a layer that transformers' own cache holds, averaged over layers: sliding ones keep their window."""
+        return sum(min(context, window or context) for window in self.windows) / self.num_layers
+
+
+def dry_run(model: PreTrainedModel) -> AttentionShape:
+    """The model's attention shape; raises UnsupportedModelError with the reason if it cannot be sampled from."""
+    config, name = model.config, type(model).__name__
+    check_dropout(model)
+    layer_types = getattr(config, "layer_types", None)
+    strange = sorted(set(layer_types or ()) - set(LAYER_TYPES))
+    if strange:
+        raise UnsupportedModelError(
+            f"{name} has layers of type {', '.join(strange)}; sparse_rl needs every layer to be full or sliding "
+            "softmax attention (Llama, Qwen2, Qwen3, Mistral, Gemma 3, OLMo 2 are)."
+        )
+    if not getattr(config, "is_causal", True) or getattr(config, "use_bidirectional_attention", False):
+        raise UnsupportedModelError(f"{name} attends in both directions; sparse_rl needs a causal language model.")
+
+    recorder = _Recorder()
+    device = model.device
+    with torch.no_grad():
+        model(
+            input_ids=torch.zeros((1, 1), dtype=torch.long, device=device),
+            position_ids=torch.zeros((1, 1), dtype=torch.long, device=device),
+            use_cache=False,
+            kv=recorder,
+        )
+    calls = recorder.calls
+    if [call.layer_idx for call in calls] != list(range(config.num_hidden_layers)) or not calls:
+        raise UnsupportedModelError(
+            f"{name} called attention for layers {[call.layer_idx for call in calls]}, expected each of its "
+            f"{config.num_hidden_layers} layers once in order; sparse_rl cannot hold its cache."
+        )
+    if len({(call.num_heads, call.num_kv_heads, call.head_dim) for call in calls}) > 1:
+        raise UnsupportedModelError(
+            f"{name} has layers of different head counts or widths; the cache needs them equal."
+        )
+    for call, kind in zip(calls, layer_types or [], strict=False):
+        if (kind == "sliding_attention") != (call.window is not None):
+            raise UnsupportedModelError(
+                f"{name} layer {call.layer_idx} is {kind} but attends with window {call.window}; sparse_rl cannot tell "
+                "which is meant."
+            )
+    return AttentionShape(
+        num_heads=calls[0].num_heads,
+        num_kv_heads=calls[0].num_kv_heads,
+        head_dim=calls[0].head_dim,
+        windows=tuple(call.window for call in calls),
+        scales=tuple(call.scale for call in calls),
+        dtype=calls[0].dtype,
+        device=calls[0].device,
+    )
+
+
+def check_dropout(model: PreTrainedModel) -> None:
+    """Dropout makes sampler and learner disagree at random, so any in the config is an error."""
+    for key, given in model.config.to_dict().items():
+        if "drop" in key and isinstance(given, int | float) and given and not math.isnan(given):
+            raise UnsupportedModelError(
+                f"the model's config has {key} = {given}; sampler and learner need dropout off: set {key} to 0.0."
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    layer_idx: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    window: int | None
+    scale: float
+    dtype: torch.dtype
+    device: torch.device
+
+
+class _Recorder:
+    def __init__(self) -> None:
+        self.calls: list[_Call] = []
+
+    def attend(
+        self,
+        layer_idx: int,
+        q_BHTD: torch.Tensor,
+        k_BKTD: torch.Tensor,
+        v_BKTD: torch.Tensor,
+        *,
+        scale: float,
+        window: int | None,
+    ) -> torch.Tensor:
+        num_heads, num_kv_heads = q_BHTD.shape[1], k_BKTD.shape[1]
+        self.calls.append(
+            _Call(layer_idx, num_heads, num_kv_heads, k_BKTD.shape[3], window, scale, k_BKTD.dtype, k_BKTD.device)
+        )
+        return v_BKTD.repeat_interleave(num_heads // num_kv_heads, dim=1)

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A Hugging Face model and tokenizer by name, ready for our attention, or one sentence that says why not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from sparse_rl.model.attention import NAME, UnsupportedModelError
+from sparse_rl.model.dry_run import AttentionShape, dry_run
+from sparse_rl.model.tiny import FAMILIES, tiny_model, tiny_tokenizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedModel:
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    shape: AttentionShape
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens the model has; its tokenizer may use fewer."""
+        return int(self.model.get_input_embeddings().num_embeddings)  # type: ignore[arg-type]
+
+
+def load(name: str, *, dtype: torch.dtype | None = None, device: str | torch.device = "cpu") -> LoadedModel:
+    """`tiny`, `tiny:FAMILY`, a folder, or a hub name. Without a dtype: the checkpoint's own, fp32 for tiny models."""
+    if name == "tiny" or name.startswith("tiny:"):
+        family = name.partition(":")[2] or "llama"
+        model = tiny_model(family, dtype=dtype or torch.float32, device=device)
+        return LoadedModel(model=model, tokenizer=tiny_tokenizer(), shape=dry_run(model))
+    model, tokenizer = _from_pretrained(name, dtype)
+    model.to(device=torch.device(device))  # type: ignore[call-arg]
+    model.eval()
+    return LoadedModel(model=model, tokenizer=tokenizer, shape=dry_run(model))
+
+
+def stop_ids(model: PreTrainedModel) -> tuple[int, ...]:
+    """Every end token of the model's generation config."""
+    generation = model.generation_config
+    given = generation.eos_token_id if generation is not None else model.config.eos_token_id
+    if given is None:
+        return ()
+    return tuple(given) if isinstance(given, list | tuple) else (given,)
+
+
+def _from_pretrained(name: str, dtype: torch.dtype | None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    folder = Path(name)
+    if folder.exists() and not (folder / "config.json").is_file():
+        raise ValueError(f"model {name!r} is not a Hugging Face model folder: it has no config.json.")
+    if not folder.exists() and (name.count("/") != 1 or name.startswith((".", "/", "~"))):
+        raise ValueError(
+            f"model {name!r} is neither a folder nor a hub name like 'Qwen/Qwen2.5-1.5B'; "
+            f"built in are tiny and tiny:FAMILY with FAMILY one of {', '.join(FAMILIES)}."
+        )
+    try:
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype or "auto", attn_implementation=NAME)
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except UnsupportedModelError:
+        raise
+    except (OSError, ValueError, ImportError, KeyError) as error:
+        first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ValueError(f"model {name!r} could not be loaded: {first_line}") from error
+    return model, tokenizer

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random models of every supported family, with a byte tokenizer, in Hugging Face layout.
+
+They need no download and run anywhere, so tests, benchmarks and `--model tiny` use them. Weights are drawn wider
+than for training: attention then has something to look at, and dropping a cache entry changes the output.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+
+from sparse_rl.model.attention import NAME
+
+WINDOW = 24  # entries a sliding layer sees; small, so that short tests leave the window
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama"},
+    "qwen2": {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2},
+    "qwen3": {"model_type": "qwen3"},
+    "mistral": {"model_type": "mistral", "sliding_window": WINDOW},
+    "gemma3": {
+        "model_type": "gemma3_text",
+        "sliding_window": WINDOW,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+        "query_pre_attn_scalar": 32,
+        "tie_word_embeddings": False,  # its scaled embedding would only ever repeat the last token
+    },
+    "olmo2": {"model_type": "olmo2"},
+}
+
+SHAPE: dict[str, Any] = {
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": True,
+    "initializer_range": 0.12,
+}
+
+
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """One token a byte, its id the byte's value, then the special tokens."""
+    alphabet = set(pre_tokenizers.ByteLevel.alphabet())
+    # ByteLevel writes a printable byte as itself and the others, in order, as the characters from 256 on.
+    others = iter(sorted(char for char in alphabet if ord(char) > 255))
+    vocab = {chr(byte) if chr(byte) in alphabet else next(others): byte for byte in range(256)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>", model_max_length=8192
+    )
+
+
+def tiny_model(
+    family: str = "llama",
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+    attn_implementation: str = NAME,
+    **overrides: Any,
+) -> PreTrainedModel:
+    """A random model of a family (about 0.8M parameters); overrides are config fields. Same seed, same weights."""
+    if family not in FAMILIES:
+        raise ValueError(f"no tiny model of family {family!r}; choose one of {', '.join(FAMILIES)}.")
+    tokenizer = tiny_tokenizer()
+    settings = {**SHAPE, **FAMILIES[family], **overrides}
+    config = AutoConfig.for_model(
+        settings.pop("model_type"),
+        vocab_size=len(tokenizer),
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        **settings,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attn_implementation)
+    return model.to(device=device, dtype=dtype).eval()

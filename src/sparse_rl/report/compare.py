@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Dense and sparse continuations side by side, with the overlap of every sparse token."""
+
+from __future__ import annotations
+
+import torch
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+from transformers import PreTrainedTokenizerBase
+
+from sparse_rl.types import Rollout
+
+SPAN = 8  # tokens a line
+CLOSE, APART = 0.9, 0.5  # overlap from which a token is drawn green, below which red
+
+
+def side_by_side(
+    tokenizer: PreTrainedTokenizerBase, dense: Rollout, sparse: Rollout, overlap_T: torch.Tensor, *, exact: bool
+) -> Group:
+    """A table of spans of tokens and a line of statistics."""
+    table = Table(title=_shorten(sparse.prompt.text), title_justify="left", expand=False)
+    table.add_column("token", justify="right", style="dim")
+    table.add_column("dense")
+    table.add_column("sparse")
+    table.add_column("overlap, %" if exact else "overlap (lower bound), %")
+    for start in range(0, max(len(dense.token_ids), len(sparse.token_ids)), SPAN):
+        span = slice(start, start + SPAN)
+        table.add_row(
+            str(start),
+            Text(visible(str(tokenizer.decode(dense.token_ids[span])))),
+            Text.assemble(
+                *[
+                    (visible(str(tokenizer.decode(token))), _colour(value))
+                    for token, value in zip(sparse.token_ids[span], overlap_T[span].tolist(), strict=True)
+                ]
+            ),
+            Text.assemble(*[(f"{100 * value:3.0f} ", _colour(value)) for value in overlap_T[span].tolist()]),
+        )
+    return Group(table, Text(summary(dense, sparse, overlap_T)))
+
+
+def summary(dense: Rollout, sparse: Rollout, overlap_T: torch.Tensor) -> str:
+    common = min(len(dense.token_ids), len(sparse.token_ids))
+    differs = (dense.token_ids[:common] != sparse.token_ids[:common]).nonzero()
+    diverged = f"first different token {int(differs[0])}" if len(differs) else f"first {common} tokens equal"
+    return (
+        f"overlap mean {overlap_T.mean():.3f}, p05 {overlap_T.quantile(0.05):.3f}, min {overlap_T.min():.3f}; "
+        f"{diverged}; KV saved {100 * sparse.kv.saved_frac:.0f} %, peak {sparse.kv.peak} entries against {dense.kv.peak}, "
+        f"{sparse.kv.num_compressions} compressions"
+    )
+
+
+def visible(text: str) -> str:
+    """Text on one line, with what a terminal cannot show replaced."""
+    return "".join(char if char.isprintable() else {"\n": "⏎", "\t": "⇥"}.get(char, "·") for char in text)
+
+
+def _colour(overlap: float) -> str:
+    return "green" if overlap >= CLOSE else "red" if overlap < APART else "yellow"
+
+
+def _shorten(text: str, limit: int = 72) -> str:
+    text = visible(text)
+    return text if len(text) <= limit else text[: limit - 1] + "…"

@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sparse rollout engine: prompts in, rollouts with the sampler's log-probs out.
+
+The engine knows tokens, tasks know text; it decodes only to look for stop strings.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+
+import torch
+
+from sparse_rl.kernels.sampling import request_key
+from sparse_rl.kv.cache import PagedCache
+from sparse_rl.kv.full import Full
+from sparse_rl.kv.pages import PagePool
+from sparse_rl.kv.policy import EvictPolicy, KVPolicy
+from sparse_rl.model.load import LoadedModel
+from sparse_rl.rollout.loop import Loop, Progress
+from sparse_rl.rollout.runner import Runner
+from sparse_rl.rollout.sampler import Sampling
+from sparse_rl.rollout.scheduler import Scheduler, entries_needed
+from sparse_rl.rollout.sequence import Sequence
+from sparse_rl.types import Prompt, Rollout
+
+MEMORY_SHARE = 0.5  # of what is free, for a pool whose size is not given
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """How much runs at once.
+
+    rows: sequences decoded together
+    page_size: cache entries a page, a multiple of 16
+    pool_pages: pages in the pool; without it or pool_bytes, enough for all rows or half the free memory
+    pool_bytes: the same in bytes, keys, values and positions included
+    max_prefill_tokens: prompt tokens prefilled in one forward (one longer prompt still goes alone)
+    """
+
+    rows: int = 32
+    page_size: int = 64
+    pool_pages: int | None = None
+    pool_bytes: int | None = None
+    max_prefill_tokens: int = 8192
+
+    def __post_init__(self) -> None:
+        if self.rows < 1:
+            raise ValueError(f"engine.rows is {self.rows}; it must be at least 1.")
+        if self.page_size < 16 or self.page_size % 16:
+            raise ValueError(f"engine.page_size is {self.page_size}; it must be a multiple of 16.")
+        if self.pool_pages is not None and self.pool_bytes is not None:
+            raise ValueError("engine.pool_pages and engine.pool_bytes both give the pool's size; leave one out.")
+        if self.max_prefill_tokens < 1:
+            raise ValueError(f"engine.max_prefill_tokens is {self.max_prefill_tokens}; it must be at least 1.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats:
+    """What the last call did as a whole."""
+
+    num_pages: int
+    peak_pages: int  # most in use at once, shared pages counted once
+    peak_bytes: int
+    num_prefills: int
+    num_preemptions: int
+    num_steps: int
+
+
+class Engine:
+    """Samples from a Hugging Face module through a paged cache under a KV policy."""
+
+    def __init__(self, loaded: LoadedModel, kv: KVPolicy | None = None, config: EngineConfig | None = None) -> None:
+        self.loaded = loaded
+        self.kv = kv or Full()
+        self.config = config or EngineConfig()
+        self.cache: PagedCache | None = None
+        self.stats: EngineStats | None = None
+
+    @torch.no_grad()
+    def generate(
+        self,
+        prompts: SequenceOf[Prompt | str | SequenceOf[int]],
+        sampling: Sampling | None = None,
+        *,
+        record_kept: bool = False,
+        on_step: Callable[[Progress], None] | None = None,
+    ) -> list[Rollout]:
+        """`sampling.n` rollouts of each prompt, in the order of the prompts.
+
+        A rollout depends on the prompt, the weights, the settings, the seed and its place in the list; on the other
+        requests, the rows and the pool it depends through rounding alone.
+        """
+        sampling = sampling or Sampling()
+        inputs = [self._prompt(prompt, i) for i, prompt in enumerate(prompts)]
+        self._check(inputs, sampling)
+        sequences = [
+            Sequence(
+                request=i * sampling.n + sample,
+                prompt_idx=i,
+                prompt_len=len(prompt.ids),
+                max_tokens=min(sampling.max_tokens, self._context - len(prompt.ids)),
+                key=request_key(sampling.seed, i * sampling.n + sample),
+            )
+            for i, prompt in enumerate(inputs)
+            for sample in range(sampling.n)
+        ]
+        if not sequences:
+            return []
+        num_pages = self._num_pages(sequences)
+        self._check_fits(num_pages, sequences)
+        pool = PagePool(num_pages, self.config.page_size)
+        scheduler = Scheduler(
+            pool,
+            self.kv,
+            sequences,
+            num_rows=self.config.rows,
+            max_prefill_tokens=self.config.max_prefill_tokens,
+        )
+        cache = self._cache_of(pool.num_pages)
+        runner = Runner(self.loaded.model, cache, self.kv, record_kept=record_kept)
+        loop = Loop(self.loaded, sampling, inputs, sequences, scheduler, runner, on_step)
+        training = self.loaded.model.training
+        self.loaded.model.eval()
+        try:
+            loop.run()
+        except BaseException:
+            cache.clear()
+            raise
+        finally:
+            self.loaded.model.train(training)
+            scheduler.abort()
+            pool.check()
+            assert pool.num_used == 0, f"{pool.num_used} pages were not given back"
+        self.stats = EngineStats(
+            num_pages=pool.num_pages,
+            peak_pages=pool.peak_used,
+            peak_bytes=pool.peak_used * self._page_bytes
+            + self.config.rows * self.loaded.shape.query_bytes(self.kv.num_queries),
+            num_prefills=scheduler.num_prefills,
+            num_preemptions=scheduler.num_preemptions,
+            num_steps=loop.num_steps,
+        )
+        return [loop.rollout(sequence) for sequence in sequences]
+
+    @property
+    def _context(self) -> int:
+        """Most tokens the model's positions reach."""
+        return getattr(self.loaded.model.config, "max_position_embeddings", None) or 1 << 30
+
+    @property
+    def _page_bytes(self) -> int:
+        return self.config.page_size * self.loaded.shape.entry_bytes
+
+    def _prompt(self, prompt: Prompt | str | SequenceOf[int], index: int) -> Prompt:
+        if isinstance(prompt, str):
+            prompt = Prompt(ids=tuple(self.loaded.tokenizer(prompt).input_ids), text=prompt)
+        elif not isinstance(prompt, Prompt):
+            prompt = Prompt(ids=tuple(prompt))
+        if not prompt.ids:
+            raise ValueError(f"prompt {index} is empty; give it at least one token.")
+        return prompt
+
+    def _check(self, prompts: list[Prompt], sampling: Sampling) -> None:
+        vocabulary = self.loaded.vocab_size
+        for i, prompt in enumerate(prompts):
+            if len(prompt.ids) >= self._context:
+                raise ValueError(
+                    f"prompt {i} has {len(prompt.ids)} tokens and the model's context is {self._context}, "
+                    "which leaves no room for an answer; shorten it."
+                )
+            if not 0 <= min(prompt.ids) <= max(prompt.ids) < vocabulary:
+                raise ValueError(
+                    f"prompt {i} has token ids from {min(prompt.ids)} to {max(prompt.ids)}, but the model has "
+                    f"{vocabulary} tokens; use the model's own tokenizer."
+                )
+        if sampling.top_logprobs > vocabulary:
+            raise ValueError(
+                f"sampling.top_logprobs is {sampling.top_logprobs}, but the model has {vocabulary} tokens; "
+                "ask for fewer."
+            )
+
+    def _num_pages(self, sequences: list[Sequence]) -> int:
+        """The pool's size: as given, or enough for all rows, or what half the free memory holds."""
+        if self.config.pool_pages is not None:
+            return max(self.config.pool_pages, 0)
+        if self.config.pool_bytes is not None:
+            return max(self.config.pool_bytes, 0) // self._page_bytes
+        largest = max(self._pages_needed(sequence) for sequence in sequences)
+        wanted = largest * (min(self.config.rows, len(sequences)) + 1)
+        held = self.cache.k.shape[1] * self._page_bytes if self.cache is not None else 0
+        affordable = int(MEMORY_SHARE * (free_bytes(self.loaded.shape.device) + held)) // self._page_bytes
+        return min(wanted, max(affordable, largest))
+
+    def _check_fits(self, num_pages: int, sequences: list[Sequence]) -> None:
+        worst = max(sequences, key=self._pages_needed)
+        least = self._pages_needed(worst)
+        if least > num_pages:
+            raise ValueError(
+                f"the pool has {num_pages} pages ({num_pages * self._page_bytes} bytes), but prompt {worst.prompt_idx} "
+                f"({worst.prompt_len} tokens, up to {worst.max_tokens} sampled) needs {least}; set "
+                f"engine.pool_pages to at least {least} or engine.pool_bytes to at least {least * self._page_bytes}, "
+                f"or lower {'kv.budget' if isinstance(self.kv, EvictPolicy) else 'sampling.max_tokens'}."
+            )
+
+    def _pages_needed(self, sequence: Sequence) -> int:
+        return -(-entries_needed(self.kv, sequence) // self.config.page_size)
+
+    def _cache_of(self, num_pages: int) -> PagedCache:
+        """The pool's tensors, kept between calls of the same size."""
+        if self.cache is None or self.cache.k.shape[1] != num_pages:
+            self.cache = None  # free the old pool before the new one is made
+            self.cache = PagedCache(
+                self.loaded.shape,
+                num_pages=num_pages,
+                page_size=self.config.page_size,
+                num_rows=self.config.rows,
+                num_queries=self.kv.num_queries,
+            )
+        return self.cache
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that can still be allocated on the device."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

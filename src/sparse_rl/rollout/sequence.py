@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One request on its way: where its cache is, what it has sampled."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from sparse_rl.kv.pages import Holding
+from sparse_rl.types import FinishReason
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    request: int  # number of the request in the call; with the seed it decides the random numbers
+    prompt_idx: int
+    prompt_len: int
+    max_tokens: int
+
+    holding: Holding | None = None  # its pages, while it runs
+    row: int = -1  # its query ring, while it runs
+    num_entries: int = 0  # physical: entries held per layer and KV head
+
+    key: int = 0  # random key of the request
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    top_ids: list[torch.Tensor] = field(default_factory=list)
+    top_logprobs: list[torch.Tensor] = field(default_factory=list)
+    held: list[int] = field(default_factory=list)  # entries at each decode step
+    dense: float = 0.0
+    peak: int = 0
+    peak_pages: int = 0
+    num_compressions: int = 0
+    kept_positions: list[torch.Tensor] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+
+    @property
+    def context(self) -> int:
+        """Logical: prompt and sampled tokens. The newest is written to the cache by the next decode step."""
+        return self.prompt_len + len(self.token_ids)
+
+    @property
+    def final_entries(self) -> int:
+        """Entries a dense cache would hold at the end: the last token is never written."""
+        return self.prompt_len + self.max_tokens - 1
+
+
+@dataclass(slots=True, eq=False)
+class HeldPrompt:
+    """A prefilled prompt, kept until all its samples have started."""
+
+    prompt_idx: int
+    prompt_len: int
+    holding: Holding
+    num_entries: int
+    num_pending: int  # samples not started
+    queries_LWHD: torch.Tensor | None = None
+    logits_V: torch.Tensor | None = None  # of the last prompt token
+    num_compressions: int = 0
+    kept_positions: list[torch.Tensor] = field(default_factory=list)
+
+    @property
+    def context(self) -> int:
+        return self.prompt_len

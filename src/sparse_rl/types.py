@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The records that travel between stages. All are frozen; shapes stand beside each field.
+
+Shape letters: T generated tokens, L layers, K KV heads, S kept cache entries.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+FinishReason = Literal["stop", "stop_string", "length"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """What a rollout starts from.
+
+    Prompt(text="2+2=", ids=(50, 43, 50, 61), columns={"answer": "4"})
+    """
+
+    ids: tuple[int, ...]
+    text: str = ""
+    columns: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVStats:
+    """What one rollout's KV cache held, in entries per layer and KV head.
+
+    A decode step's `held` counts the entries its attention had at hand, its own included. `dense` is what
+    transformers' own cache would have held at the same steps: a sliding layer never more than its window.
+    """
+
+    held: tuple[int, ...]  # one per decode step (the first token comes from the prefill, so T - 1 of them)
+    dense: float  # sum over decode steps
+    peak: int  # largest number of entries ever held, prefill included
+    peak_bytes: int  # whole pages, with positions and the query ring
+    num_compressions: int
+
+    @property
+    def saved_frac(self) -> float:
+        """1 - (sum over decode steps of entries held) / (the same for a dense cache)."""
+        return 1.0 - sum(self.held) / self.dense if self.dense else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rollout:
+    """One sampled completion, with the log-probs of the distribution it was actually sampled from."""
+
+    prompt: Prompt
+    sample: int  # which of the prompt's n samples
+    token_ids: torch.Tensor  # (T,) int64, the stop id included when there is one
+    sampler_logprobs: torch.Tensor  # (T,) fp32, natural log
+    completion_mask: torch.Tensor  # (T,) bool, true where the sampler chose the token
+    finish_reason: FinishReason
+    kv: KVStats
+    top_ids: torch.Tensor | None = None  # (T, k) int64, most likely first
+    top_logprobs: torch.Tensor | None = None  # (T, k) fp32
+    kept_positions: tuple[torch.Tensor, ...] | None = None  # one (L, K, S) int32 a firing

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Slow, loop-by-loop float64 reference for the R-KV, SnapKV and streaming eviction policies.
+
+Everything is for one sequence, one layer and one KV head. ``keys`` is (n, d) in physical order and
+``queries`` is (g, window, d): the last ``window`` queries of the g query heads sharing the KV head.
+The last ``window`` entries are never candidates, so a score array has n - window entries.
+"""
+
+import math
+from collections.abc import Set
+
+import numpy as np
+
+
+def _dot(a: np.ndarray, b: np.ndarray) -> float:
+    total = 0.0
+    for x, y in zip(a, b, strict=True):
+        total += float(x) * float(y)
+    return total
+
+
+def _softmax(values: list[float]) -> list[float]:
+    if not values:
+        return []
+    top = max(values)
+    exps = [math.exp(v - top) for v in values]
+    total = sum(exps)
+    return [e / total for e in exps]
+
+
+def attention_importance(
+    keys: np.ndarray, queries: np.ndarray, *, window: int, scale: float, kernel: int = 7
+) -> np.ndarray:
+    """Pooled mean attention of the last ``window`` queries on each candidate; shape (n - window,)."""
+    if queries.shape[1] != window:
+        raise ValueError(f"expected {window} queries per head, got {queries.shape[1]}")
+    if kernel % 2 != 1:
+        raise ValueError(f"kernel must be odd, got {kernel}")
+    groups = queries.shape[0]
+    candidates = max(keys.shape[0] - window, 0)
+
+    att: list[list[float]] = []
+    for i in range(window):
+        row = []
+        for j in range(candidates):
+            row.append(max(_dot(queries[g, i], keys[j]) * scale for g in range(groups)))
+        att.append(_softmax(row))  # over the candidates only: the window keys take no mass
+
+    mean = [sum(att[i][j] for i in range(window)) / window for j in range(candidates)]
+
+    pad = kernel // 2
+    pooled = np.zeros(candidates, dtype=np.float64)
+    for j in range(candidates):
+        first, last = max(0, j - pad), min(candidates - 1, j + pad)  # the pad never wins
+        pooled[j] = max(mean[first : last + 1])
+    return pooled
+
+
+def redundancy(keys: np.ndarray, *, threshold: float = 0.5) -> np.ndarray:
+    """Softmax of the mean cosine similarity per key, over all n keys; shape (n,)."""
+    n = keys.shape[0]
+    unit = []
+    for i in range(n):
+        norm = math.sqrt(_dot(keys[i], keys[i])) + 1e-8
+        unit.append(np.array([float(x) / norm for x in keys[i]], dtype=np.float64))
+
+    sim = [[0.0 if i == j else _dot(unit[i], unit[j]) for j in range(n)] for i in range(n)]
+
+    for i in range(n):
+        last_match = 0  # a row without a match clears column 0
+        for j in range(n):
+            if sim[i][j] > threshold:
+                last_match = j
+        sim[i][last_match] = 0.0
+
+    mean = [sum(sim[i][j] for i in range(n)) / n for j in range(n)]
+    return np.array(_softmax(mean), dtype=np.float64)
+
+
+def rkv_scores(
+    keys: np.ndarray,
+    queries: np.ndarray,
+    *,
+    window: int,
+    scale: float,
+    kernel: int = 7,
+    lam: float = 0.1,
+    threshold: float = 0.5,
+) -> np.ndarray:
+    """R-KV: lam * importance - (1 - lam) * redundancy, for the n - window candidates."""
+    imp = attention_importance(keys, queries, window=window, scale=scale, kernel=kernel)
+    red = redundancy(keys, threshold=threshold)  # n entries; the window's are left unread below
+    scores = np.zeros(len(imp), dtype=np.float64)
+    for j in range(len(imp)):
+        scores[j] = lam * imp[j] - (1.0 - lam) * red[j]
+    return scores
+
+
+def snapkv_scores(keys: np.ndarray, queries: np.ndarray, *, window: int, scale: float, kernel: int = 7) -> np.ndarray:
+    """SnapKV, decode variant: the importance alone."""
+    return attention_importance(keys, queries, window=window, scale=scale, kernel=kernel)
+
+
+def keep(scores: np.ndarray, *, n: int, window: int, budget: int, protected: Set[int] = frozenset()) -> list[int]:
+    """Ascending indices kept: the window, ``protected``, then the best scores (ties: later index)."""
+    if len(scores) != max(n - window, 0):
+        raise ValueError(f"expected {max(n - window, 0)} scores, got {len(scores)}")
+    for j in protected:
+        if not 0 <= j < n:
+            raise ValueError(f"protected index {j} is outside 0..{n - 1}")
+    if n <= budget:
+        return list(range(n))
+    kept = set(protected) | set(range(max(n - window, 0), n))
+    if budget < len(kept):
+        raise ValueError(f"budget {budget} is below the {len(kept)} protected entries")
+    free = [j for j in range(n) if j not in kept]
+    free.sort(key=lambda j: (float(scores[j]), j), reverse=True)
+    kept.update(free[: budget - len(kept)])
+    return sorted(kept)
+
+
+def keep_streaming(*, n: int, budget: int, sinks: int) -> list[int]:
+    """Ascending indices kept: the first ``sinks`` entries and the most recent budget - sinks."""
+    if n <= budget:
+        return list(range(n))
+    if budget < sinks:
+        raise ValueError(f"budget {budget} is below the {sinks} sinks")
+    return list(range(sinks)) + list(range(n - (budget - sinks), n))
+
+
+def cut_margin(
+    scores: np.ndarray, *, n: int, window: int, budget: int, protected: Set[int] = frozenset()
+) -> tuple[float, float]:
+    """(lowest kept unprotected score, highest dropped score); +inf / -inf where there is none."""
+    kept = set(keep(scores, n=n, window=window, budget=budget, protected=protected))
+    lowest_kept, highest_dropped = math.inf, -math.inf
+    for j in range(len(scores)):
+        if j not in kept:
+            highest_dropped = max(highest_dropped, float(scores[j]))
+        elif j not in protected:
+            lowest_kept = min(lowest_kept, float(scores[j]))
+    return lowest_kept, highest_dropped
