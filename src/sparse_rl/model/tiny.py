@@ -72,15 +72,9 @@ def tiny_model(
     if family not in FAMILIES:
         raise ValueError(f"no tiny model of family {family!r}; choose one of {', '.join(FAMILIES)}.")
     tokenizer = tiny_tokenizer()
-    settings = {**SHAPE, **FAMILIES[family], **overrides}
-    config = AutoConfig.for_model(
-        settings.pop("model_type"),
-        vocab_size=len(tokenizer),
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        **settings,
-    )
+    tokens = {name: getattr(tokenizer, name) for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
+    settings = {"vocab_size": len(tokenizer), **tokens, **SHAPE, **FAMILIES[family], **overrides}
+    config = AutoConfig.for_model(settings.pop("model_type"), **settings)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attn_implementation)

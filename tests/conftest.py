@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shared fixtures. `--device cuda` runs the engine's tests on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from sparse_rl.model.dry_run import dry_run
+from sparse_rl.model.load import LoadedModel
+from sparse_rl.model.tiny import tiny_model, tiny_tokenizer
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--device", default="cpu", help="torch device the engine's tests run on")
+
+
+@pytest.fixture(scope="session")
+def device(request: pytest.FixtureRequest) -> str:
+    return request.config.getoption("--device")
+
+
+@pytest.fixture(scope="session")
+def tiny(device: str) -> Callable[..., LoadedModel]:
+    """tiny("qwen3", dtype=torch.float64, ...): the same model each time it is asked for."""
+
+    @lru_cache(maxsize=32)
+    def build(family: str = "llama", **settings: object) -> LoadedModel:
+        model = tiny_model(family, device=device, **settings)
+        return LoadedModel(model=model, tokenizer=tiny_tokenizer(), shape=dry_run(model))
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def reference(device: str) -> Callable[..., PreTrainedModel]:
+    """A second copy of a tiny model, with transformers' own attention."""
+
+    @lru_cache(maxsize=32)
+    def build(family: str = "llama", **settings: object) -> PreTrainedModel:
+        return tiny_model(family, device=device, attn_implementation="sdpa", **settings)
+
+    return build
+
+
+@pytest.fixture
+def prompts() -> Callable[..., list[list[int]]]:
+    """prompts(5, 70, seed=1): random prompts of these lengths."""
+
+    def build(*lengths: int, seed: int = 0, vocabulary: int = 256) -> list[list[int]]:
+        generator = torch.Generator().manual_seed(seed)
+        return [torch.randint(0, vocabulary, (length,), generator=generator).tolist() for length in lengths]
+
+    return build

@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""No page is lost, held by two unless shared, or written while shared: the scheduler on integers.
+
+The real loop and scheduler run on a fake runner whose pages hold words like (prompt 3, position 7); every decode step
+reads a sequence's pages back and compares them with what it must hold.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from sparse_rl.kv import Full, KVPolicy, Streaming
+from sparse_rl.kv.pages import PagePool
+from sparse_rl.kv.policy import EvictPolicy
+from sparse_rl.model.dry_run import AttentionShape
+from sparse_rl.rollout.loop import Loop
+from sparse_rl.rollout.sampler import Sampling
+from sparse_rl.rollout.scheduler import Scheduler, entries_needed
+from sparse_rl.rollout.sequence import Sequence
+from sparse_rl.types import Prompt
+
+STOP, VOCABULARY = 0, 40
+
+
+class Interrupt(Exception):
+    pass
+
+
+class FakeRunner:
+    """Keeps words instead of tensors, and checks every page it touches."""
+
+    record_kept = False
+
+    def __init__(self, pool: PagePool, policy: KVPolicy, fail_at: int | None) -> None:
+        self.pool, self.policy, self.fail_at = pool, policy, fail_at
+        self.words: list[list] = [[None] * pool.page_size for _ in range(pool.num_pages)]
+        self.expected: dict[int, list] = {}  # by request: what its cache must hold
+        self.saved: dict[int, list] = {}
+        self.prompt_words: dict[int, list] = {}
+        self.num_decodes = 0
+        self.num_prefills: dict[int, int] = {}
+
+    def logits(self, requests: list[int], salt: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(1000 * salt + sum(requests))
+        return torch.randn(len(requests), VOCABULARY, generator=generator)
+
+    def read(self, pages: list[int], count: int) -> list:
+        size = self.pool.page_size
+        return [self.words[pages[slot // size]][slot % size] for slot in range(count)]
+
+    def write(self, pages: list[int], start: int, words: list) -> None:
+        size = self.pool.page_size
+        for slot, word in enumerate(words, start):
+            page = pages[slot // size]
+            assert self.pool.counts[page] == 1, "a shared page is written"
+            self.words[page][slot % size] = word
+
+    def prefill(self, held, prompts) -> None:
+        self.pool.check()
+        for prompt in held:
+            assert len(prompt.holding.pages) == self.pool.pages_for(prompt.prompt_len)
+            words = [("prompt", prompt.prompt_idx, position) for position in range(prompt.prompt_len)]
+            self.write(prompt.holding.pages, 0, words)
+            self.prompt_words[prompt.prompt_idx] = words
+            self.num_prefills[prompt.prompt_idx] = self.num_prefills.get(prompt.prompt_idx, 0) + 1
+
+    def compress_prompts(self, held) -> None:
+        for prompt in held:
+            kept = self.prompt_words[prompt.prompt_idx][-self.policy.target(prompt.prompt_len) :]
+            self.write(prompt.holding.pages, 0, kept)
+            self.prompt_words[prompt.prompt_idx] = kept
+
+    def start(self, starts) -> torch.Tensor:
+        self.pool.check()
+        for start in starts:
+            for source, target in zip(start.sources, start.targets, strict=True):
+                assert self.pool.counts[target] == 1, "a shared page is copied into"
+                self.words[target] = list(self.words[source])
+            words = self.prompt_words[start.sequence.prompt_idx]
+            assert start.sequence.num_entries == len(words)
+            self.expected[start.sequence.request] = list(words)
+            self.verify(start.sequence)
+        return self.logits([start.sequence.request for start in starts], salt=1)
+
+    def verify(self, sequence) -> None:
+        assert self.read(sequence.holding.pages, sequence.num_entries) == self.expected[sequence.request]
+
+    def decode(self, running) -> torch.Tensor:
+        self.pool.check()
+        self.num_decodes += 1
+        if self.num_decodes == self.fail_at:
+            raise Interrupt
+        assert len({sequence.row for sequence in running}) == len(running)
+        for sequence in running:
+            self.verify(sequence)
+            word = ("token", sequence.request, sequence.context - 1)
+            self.write(sequence.holding.pages, sequence.num_entries, [word])
+            self.expected[sequence.request].append(word)
+        return self.logits([sequence.request for sequence in running], salt=self.num_decodes + 2)
+
+    def compress(self, due) -> None:
+        for sequence in due:
+            kept = self.expected[sequence.request][-self.policy.target(sequence.prompt_len) :]
+            self.write(sequence.holding.pages, 0, kept)
+            self.expected[sequence.request] = kept
+
+    def save(self, sequence, pages) -> None:
+        assert not isinstance(self.policy, EvictPolicy), "an evicting sequence was preempted"
+        self.saved[sequence.request] = self.read(pages, sequence.num_entries)
+
+    def restore(self, sequence) -> None:
+        assert sequence.num_entries == len(self.saved[sequence.request])
+        self.write(sequence.holding.pages, 0, self.saved.pop(sequence.request))
+
+
+SHAPE = AttentionShape(
+    num_heads=1, num_kv_heads=1, head_dim=1, windows=(None,), scales=(1.0,), dtype=torch.float32,
+    device=torch.device("cpu"),
+)  # fmt: skip
+
+
+def run(policy, prompt_lens, *, n, max_tokens, rows, page_size, spare_pages, max_prefill_tokens, fail_at):
+    sequences = [
+        Sequence(request=i * n + s, prompt_idx=i, prompt_len=length, max_tokens=max_tokens)
+        for i, length in enumerate(prompt_lens)
+        for s in range(n)
+    ]
+    needed = max(-(-entries_needed(policy, s) // page_size) for s in sequences)
+    pool = PagePool(needed + spare_pages, page_size)
+    scheduler = Scheduler(pool, policy, sequences, num_rows=rows, max_prefill_tokens=max_prefill_tokens)
+    runner = FakeRunner(pool, policy, fail_at)
+    sampling = Sampling(n=n, max_tokens=max_tokens, stop_ids=(STOP,), seed=len(prompt_lens))
+    prompts = [Prompt(ids=(1,) * length) for length in prompt_lens]
+    loaded = SimpleNamespace(shape=SHAPE, tokenizer=None, model=None)
+    loop = Loop(loaded, sampling, prompts, sequences, scheduler, runner, None)
+    interrupted = False
+    try:
+        loop.run()
+    except Interrupt:
+        interrupted = True
+    if not interrupted:
+        assert all(s.finish_reason is not None and len(s.token_ids) <= max_tokens for s in sequences)
+        assert pool.num_used == 0 and not pool.holdings, "a finished run left pages behind"
+    scheduler.abort()
+    pool.check()
+    assert pool.num_used == 0 and pool.num_available == pool.num_pages
+    assert sorted(scheduler.free_rows) == list(range(rows))
+    return scheduler, runner
+
+
+policies = st.one_of(
+    st.just(Full()),
+    st.builds(
+        Streaming,
+        budget=st.integers(4, 12),
+        interval=st.integers(1, 9),
+        protect_prompt=st.booleans(),
+    ),
+)
+
+
+@given(
+    policy=policies,
+    prompt_lens=st.lists(st.integers(1, 20), min_size=1, max_size=6),
+    n=st.integers(1, 4),
+    max_tokens=st.integers(1, 24),
+    rows=st.integers(1, 6),
+    page_size=st.sampled_from([1, 2, 4, 8]),
+    spare_pages=st.integers(0, 12),
+    max_prefill_tokens=st.sampled_from([1, 16, 1000]),
+    fail_at=st.one_of(st.none(), st.integers(1, 40)),
+)
+@example(  # a pool of one sequence
+    policy=Full(),
+    prompt_lens=[5, 5, 5],
+    n=3,
+    max_tokens=24,
+    rows=4,
+    page_size=2,
+    spare_pages=0,
+    max_prefill_tokens=1000,
+    fail_at=None,
+)
+@settings(max_examples=300, deadline=None)
+def test_pages_through_whole_runs(**case):
+    run(**case)
+
+
+def test_preemption_happens_and_groups_prefill_once():
+    """The cases the property must cover do occur."""
+    common = {"n": 3, "max_tokens": 40, "rows": 6, "page_size": 4, "max_prefill_tokens": 1000, "fail_at": None}
+    scheduler, _ = run(Full(), [6, 7, 9], spare_pages=6, **common)
+    assert scheduler.num_preemptions > 0
+    _, runner = run(Full(), [6, 7, 9], spare_pages=100, **common)
+    assert set(runner.num_prefills.values()) == {1}
+    _, runner = run(Streaming(budget=6, interval=3), [6, 7, 9], spare_pages=2, **common)
+    assert set(runner.num_prefills.values()) == {1}
+
+
+def test_sharing_saves_pages():
+    """Eight samples of a 40-token prompt hold its ten pages once, not eight times."""
+    common = {"n": 8, "max_tokens": 4, "rows": 8, "page_size": 4, "max_prefill_tokens": 1000, "fail_at": None}
+    scheduler, _ = run(Full(), [40], spare_pages=200, **common)
+    assert scheduler.pool.peak_used <= 10 + 8 * 2
+
+
+def test_claims_are_out_of_reach():
+    pool = PagePool(4, 16)
+    first = pool.open(claim=3)
+    assert pool.num_available == 1
+    second = pool.open()
+    second.take(1)
+    with pytest.raises(AssertionError, match="available"):
+        second.take(1)
+    first.take(3)
+    with pytest.raises(AssertionError, match="available"):
+        first.take(1)
+
+
+def test_check_finds_damage():
+    pool = PagePool(4, 16)
+    holding = pool.open()
+    holding.take(2)
+    pool.check()
+    pool.free.append(holding.pages[0])
+    with pytest.raises(AssertionError, match="free list"):
+        pool.check()
+    pool.free.pop()
+    pool.counts[holding.pages[0]] = 2
+    with pytest.raises(AssertionError, match="counts"):
+        pool.check()
