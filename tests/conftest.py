@@ -14,6 +14,8 @@ from sparse_rl.model.dry_run import dry_run
 from sparse_rl.model.load import LoadedModel
 from sparse_rl.model.tiny import tiny_model, tiny_tokenizer
 
+torch.set_num_threads(1)  # the models are tiny: threads only wait for each other, and badly so beside other processes
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", default="cpu", help="torch device the engine's tests run on")

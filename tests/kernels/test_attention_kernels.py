@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The reference kernels against sums written out in fp64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sparse_rl.kernels import prefill
+from sparse_rl.kernels.compact import compact_ref
+from sparse_rl.kernels.decode import decode_attention_ref, gather_pages_ref, visible_entries_ref
+from sparse_rl.kernels.prefill import causal_attention_ref, packed_attention_ref
+
+
+def naive(q, k, v, visible, scale):
+    """softmax(scale q k) v with keys repeated for each query head of their group."""
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    return (q @ k.transpose(-1, -2) * scale).masked_fill(~visible, float("-inf")).softmax(-1) @ v
+
+
+def random(*size, seed=0):
+    return torch.randn(size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("window", [None, 1, 5, 40])
+@pytest.mark.parametrize(("num_queries", "num_keys"), [(23, 23), (1, 23), (7, 23)])
+def test_causal_attention(window, num_queries, num_keys, monkeypatch):
+    monkeypatch.setattr(prefill, "QUERY_BLOCK", 8)  # several blocks
+    q, k, v = random(2, 6, num_queries, 8), random(2, 2, num_keys, 8, seed=1), random(2, 2, num_keys, 8, seed=2)
+    age = torch.arange(num_keys - num_queries, num_keys)[:, None] - torch.arange(num_keys)
+    visible = (age >= 0) & (age < (window or num_keys))
+    out = causal_attention_ref(q, k, v, scale=0.3, window=window)
+    torch.testing.assert_close(out, naive(q, k, v, visible, 0.3))
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_packed_sequences_do_not_see_each_other(window):
+    q, k, v = random(1, 4, 19, 8), random(1, 2, 19, 8, seed=1), random(1, 2, 19, 8, seed=2)
+    out = packed_attention_ref(q, k, v, [0, 6, 7, 19], scale=0.3, window=window)
+    for a, b in ((0, 6), (6, 7), (7, 19)):
+        alone = causal_attention_ref(q[:, :, a:b], k[:, :, a:b], v[:, :, a:b], scale=0.3, window=window)
+        torch.testing.assert_close(out[:, :, a:b], alone)
+
+
+def test_no_quadratic_mask_is_built(monkeypatch):
+    """A prompt of 5,000 tokens in a window layer never needs a mask larger than one block of queries."""
+    largest = 0
+    attend = prefill.scaled_dot_product_attention
+
+    def spy(*args, attn_mask=None, **kwargs):
+        nonlocal largest
+        largest = max(largest, 0 if attn_mask is None else attn_mask.numel())
+        return attend(*args, attn_mask=attn_mask, **kwargs)
+
+    monkeypatch.setattr(prefill, "scaled_dot_product_attention", spy)
+    x = random(1, 1, 5000, 2).float()
+    causal_attention_ref(x, x, x, scale=1.0)
+    assert largest == 0
+    causal_attention_ref(x, x, x, scale=1.0, window=64)
+    assert 0 < largest <= prefill.QUERY_BLOCK * (prefill.QUERY_BLOCK + 64)
+
+
+@pytest.mark.parametrize("group", [1, 3, 8])
+def test_paged_decode_attention(group):
+    batch, heads, page, dim = 3, 2, 4, 8
+    pool_k, pool_v = random(20, heads, page, dim), random(20, heads, page, dim, seed=1)
+    pages = torch.tensor([[3, 7, 1], [0, 19, 2], [11, 5, 0]])
+    lengths = torch.tensor([12, 5, 9])
+    q = random(batch, heads * group, dim, seed=2)
+    visible = (torch.arange(12) < lengths[:, None])[:, None]
+    out = decode_attention_ref(q, pool_k, pool_v, pages, visible, scale=0.3)
+    for b in range(batch):
+        k = torch.cat([pool_k[p] for p in pages[b]], dim=1)[None, :, : lengths[b]]
+        v = torch.cat([pool_v[p] for p in pages[b]], dim=1)[None, :, : lengths[b]]
+        expected = naive(q[b][None, :, None], k, v, torch.ones(1, int(lengths[b]), dtype=torch.bool), 0.3)
+        torch.testing.assert_close(out[b], expected[0, :, 0])
+
+
+def test_window_visibility_counts_the_token_itself():
+    positions = torch.tensor([[[0, 4, 5, 6, 7, 0]]])
+    visible = visible_entries_ref(torch.tensor([5]), 6, positions, torch.tensor([7]), 3)
+    assert visible.tolist() == [[[False, False, True, True, True, False]]]
+
+
+def test_compact_moves_each_head_by_itself():
+    heads, page = 2, 4
+    pool = torch.arange(6 * heads * page, dtype=torch.float64).reshape(6, heads, page)
+    pages = torch.tensor([[4, 1], [0, 5]])
+    before = gather_pages_ref(pool, pages)
+    kept = torch.tensor([[[0, 3, 6, 0, 0], [1, 2, 7, 0, 0]], [[0, 1, 4, 5, 7], [2, 3, 4, 5, 6]]])
+    untouched = pool[[2, 3]].clone()
+    compact_ref((pool,), pages, kept, torch.tensor([3, 5]))
+    after = gather_pages_ref(pool, pages)
+    for b, count in enumerate((3, 5)):
+        for h in range(heads):
+            assert after[b, h, :count].tolist() == before[b, h][kept[b, h, :count]].tolist()
+    assert (after[0, :, 3:] == before[0, :, 3:]).all()
+    assert (pool[[2, 3]] == untouched).all()

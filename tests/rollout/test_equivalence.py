@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Batched = one by one, packed = unpacked, small pool = large pool: rows meet through rounding alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sparse_rl.kernels.sampling import request_key, token_key, uniform_ref
+from sparse_rl.kv import RKV, Full, SnapKV, Streaming
+from sparse_rl.model.attention import PackedRows, packed_positions
+from sparse_rl.model.tiny import FAMILIES
+from sparse_rl.rollout import Engine, EngineConfig, Sampling
+from sparse_rl.score import score
+
+POLICIES = [Full(), Streaming(budget=16, interval=9), SnapKV(budget=16, interval=9), RKV(budget=16, interval=9)]
+LENGTHS = (3, 25, 17, 8, 40)
+CLOSE_CALL = 1e-3  # fp32 tokens may differ where the two best perturbed logits are closer than this
+
+
+def tokens(rollouts):
+    return [rollout.token_ids.tolist() for rollout in rollouts]
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda p: p.name)
+def test_rows_do_not_matter_in_fp64(policy, tiny, prompts):
+    loaded = tiny("qwen2", dtype=torch.float64)
+    sampling = Sampling(max_tokens=50, n=2, seed=5, stop_ids=(0, 1, 2, 3))
+    expected = Engine(loaded, policy, EngineConfig(rows=1, page_size=16)).generate(prompts(*LENGTHS), sampling)
+    assert len({len(r.token_ids) for r in expected}) > 3, "lengths should be ragged"
+    for rows, prefill in ((3, 8192), (16, 30)):
+        config = EngineConfig(rows=rows, page_size=16, max_prefill_tokens=prefill)
+        got = Engine(loaded, policy, config).generate(prompts(*LENGTHS), sampling)
+        assert tokens(got) == tokens(expected)
+        for a, b in zip(got, expected, strict=True):
+            torch.testing.assert_close(a.sampler_logprobs, b.sampler_logprobs, atol=1e-6, rtol=0)
+            assert a.kv == b.kv
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda p: p.name)
+def test_one_prompt_alone_greedy_in_fp64(policy, tiny, prompts):
+    loaded = tiny(dtype=torch.float64)
+    sampling = Sampling(max_tokens=40, temperature=0.0, stop_ids=())
+    together = Engine(loaded, policy, EngineConfig(rows=8, page_size=16)).generate(prompts(*LENGTHS), sampling)
+    for prompt, rollout in zip(prompts(*LENGTHS), together, strict=True):
+        (alone,) = Engine(loaded, policy, EngineConfig(rows=8, page_size=16)).generate([prompt], sampling)
+        assert alone.token_ids.tolist() == rollout.token_ids.tolist()
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda p: p.name)
+def test_rows_do_not_matter_beyond_rounding_in_fp32(policy, tiny, prompts):
+    loaded = tiny()
+    sampling = Sampling(max_tokens=50, n=2, seed=5, stop_ids=(), top_logprobs=loaded.vocab_size)
+    one = Engine(loaded, policy, EngineConfig(rows=1, page_size=16)).generate(prompts(*LENGTHS), sampling)
+    many = Engine(loaded, policy, EngineConfig(rows=10, page_size=16)).generate(prompts(*LENGTHS), sampling)
+    for request, (a, b) in enumerate(zip(one, many, strict=True)):
+        differs = (a.token_ids != b.token_ids).nonzero()[:, 0].tolist()
+        same = differs[0] if differs else len(a.token_ids)
+        torch.testing.assert_close(a.sampler_logprobs[:same], b.sampler_logprobs[:same], atol=1e-4, rtol=0)
+        if differs:
+            noise = uniform_ref(torch.tensor([token_key(request_key(5, request), same)]), loaded.vocab_size)[0]
+            perturbed = a.top_logprobs[same] - (-torch.log1p(-noise)).log()[a.top_ids[same]]
+            best = perturbed.topk(2).values
+            assert best[0] - best[1] < CLOSE_CALL, f"request {request} differs at {same} without a close call"
+
+
+@pytest.mark.parametrize("pages", [9, 14, 30, 200])
+@pytest.mark.parametrize("policy", POLICIES[:3:2], ids=lambda p: p.name)
+def test_pool_size_does_not_matter_in_fp64(policy, pages, tiny, prompts):
+    """Small pools preempt dense rows and admit fewer evicting ones; the tokens are the same."""
+    loaded = tiny(dtype=torch.float64)
+    sampling = Sampling(max_tokens=90, n=3, seed=2, stop_ids=())
+    engine = Engine(loaded, policy, EngineConfig(rows=6, page_size=16, pool_pages=pages))
+    got = engine.generate(prompts(*LENGTHS), sampling)
+    roomy = Engine(loaded, policy, EngineConfig(rows=6, page_size=16))
+    assert tokens(got) == tokens(roomy.generate(prompts(*LENGTHS), sampling))
+    assert engine.stats.peak_pages <= pages
+    assert (engine.stats.num_preemptions > 0) == (policy.name == "full" and pages < 40)
+    assert roomy.stats.num_prefills == len(LENGTHS), "a group's prompt is prefilled once"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_equals_unpacked(family, tiny, prompts):
+    model = tiny(family, dtype=torch.float64).model
+    rows = prompts(5, 33, 1, 50)
+    boundaries = [0, 5, 38, 39, 89]
+    with torch.no_grad():
+        packed = model(
+            input_ids=torch.tensor([[token for row in rows for token in row]], device=model.device),
+            position_ids=packed_positions(boundaries, model.device),
+            use_cache=False,
+            kv=PackedRows(boundaries),
+        ).logits[0]
+        alone = [model(torch.tensor([row], device=model.device)).logits[0] for row in rows]
+    torch.testing.assert_close(packed, torch.cat(alone), atol=1e-10, rtol=0)
+
+
+def test_scores_do_not_depend_on_packing(tiny, prompts):
+    loaded = tiny()
+    engine = Engine(loaded, RKV(budget=16, interval=9), EngineConfig(rows=8, page_size=16))
+    rollouts = engine.generate(prompts(*LENGTHS), Sampling(max_tokens=30, temperature=0.7, top_logprobs=4, stop_ids=()))
+    together = score(loaded.model, rollouts, temperature=0.7)
+    split = score(loaded.model, rollouts, temperature=0.7, max_tokens=60)
+    alone = [score(loaded.model, [rollout], temperature=0.7)[0] for rollout in rollouts]
+    for a, b, c in zip(together, split, alone, strict=True):
+        torch.testing.assert_close(a.dense_logprobs, c.dense_logprobs, atol=1e-4, rtol=0)
+        torch.testing.assert_close(b.dense_logprobs, c.dense_logprobs, atol=1e-4, rtol=0)
+        torch.testing.assert_close(a.at_top_ids, c.at_top_ids, atol=1e-4, rtol=0)
