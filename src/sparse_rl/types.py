@@ -24,6 +24,7 @@ class Prompt:
     ids: tuple[int, ...]
     text: str = ""
     columns: dict[str, Any] = field(default_factory=dict)
+    max_tokens: int | None = None  # its own limit, where lower than the sampling settings'
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

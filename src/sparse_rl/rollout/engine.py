@@ -101,7 +101,9 @@ class Engine:
                 request=i * sampling.n + sample,
                 prompt_idx=i,
                 prompt_len=len(prompt.ids),
-                max_tokens=min(sampling.max_tokens, self._context - len(prompt.ids)),
+                max_tokens=min(
+                    sampling.max_tokens, prompt.max_tokens or sampling.max_tokens, self._context - len(prompt.ids)
+                ),
                 key=request_key(sampling.seed, i * sampling.n + sample),
             )
             for i, prompt in enumerate(inputs)
@@ -161,6 +163,8 @@ class Engine:
             prompt = Prompt(ids=tuple(prompt))
         if not prompt.ids:
             raise ValueError(f"prompt {index} is empty; give it at least one token.")
+        if prompt.max_tokens is not None and prompt.max_tokens < 1:
+            raise ValueError(f"prompt {index} has max_tokens {prompt.max_tokens}; it must be at least 1.")
         return prompt
 
     def _check(self, prompts: list[Prompt], sampling: Sampling) -> None:
