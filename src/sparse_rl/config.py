@@ -11,7 +11,8 @@ import inspect
 import re
 from dataclasses import MISSING, fields
 from difflib import get_close_matches
-from typing import Any, TypeVar, get_type_hints
+from types import UnionType
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from jsonargparse import ArgumentParser, Namespace
 
@@ -26,14 +27,15 @@ def add_section(parser: ArgumentParser, name: str, component: type) -> None:
     hints, texts = get_type_hints(component), field_texts(component)
     for field in fields(component):
         assert field.default is not MISSING, f"{component.__name__}.{field.name} needs a default"
-        group.add_argument(
-            f"--{name}.{field.name}", type=hints[field.name], default=field.default, help=texts[field.name]
-        )
+        item = tuple_item(hints[field.name])
+        several = {"type": item, "nargs": "*"} if item else {"type": hints[field.name]}
+        group.add_argument(f"--{name}.{field.name}", default=field.default, help=texts[field.name], **several)
 
 
 def build_section(component: type[C], section: Namespace) -> C:
     """The component's settings; it checks them itself."""
-    return component(**section.as_dict())
+    given = section.as_dict()
+    return component(**{key: tuple(value) if isinstance(value, list) else value for key, value in given.items()})
 
 
 def add_kv_section(parser: ArgumentParser) -> None:
@@ -47,12 +49,21 @@ def add_kv_section(parser: ArgumentParser) -> None:
             known = settings.setdefault(field.name, (hints[field.name], texts[field.name], []))
             known[2].append(f"{policy.name} {field.default}")
     for name, (hint, text, defaults) in settings.items():
+        hint = str if get_origin(hint) is Literal else hint  # the policy itself says what the choices are
         group.add_argument(f"--kv.{name}", type=hint | None, default=None, help=f"{text} [{', '.join(defaults)}]")
 
 
 def build_kv(section: Namespace) -> KVPolicy:
     """The policy with the settings that were given."""
     return build_policy(**{key: given for key, given in section.as_dict().items() if given is not None})
+
+
+def tuple_item(hint: Any) -> Any:
+    """X of tuple[X, ...] or tuple[X, ...] | None, else None."""
+    for option in get_args(hint) if isinstance(hint, UnionType) else (hint,):
+        if get_origin(option) is tuple:
+            return get_args(option)[0]
+    return None
 
 
 def field_texts(component: type) -> dict[str, str]:
@@ -64,12 +75,16 @@ def field_texts(component: type) -> dict[str, str]:
 
 
 def suggest(message: str, parser: ArgumentParser) -> str:
-    """An argument error in one line, with the nearest known option if it names an unknown one."""
+    """An argument error in one line: the nearest known option, or what a setting should be."""
     message = " ".join(message.split())
-    unknown = re.search(r"unrecognized arguments: (\S+)|does not accept option '(\S+)'", message)
+    unknown = re.search(r"unrecognized arguments: (\S+)|[Oo]ption '(\S+)'(?: is not accepted)?$", message)
     if unknown:
         word = (unknown[1] or unknown[2]).split("=")[0].lstrip("-")
         known = [option.lstrip("-") for action in parser._actions for option in action.option_strings]
-        close = get_close_matches(word, known, n=1)
+        close = get_close_matches(word, known, n=1, cutoff=0.5)
         return f"unknown option {word!r}" + (f"; did you mean --{close[0]}?" if close else "; see --help.")
+    wrong = re.search(r'Parser key "([\w.]+)".*(?:Got value|Given value): (\S+)', message)
+    kinds = [kind for kind in re.findall(r"<class '(\w+)'>", message) if kind not in ("NoneType", "str")]
+    if wrong and kinds:
+        return f"{wrong[1]} is {wrong[2]!r}, which is not of type {' or '.join(dict.fromkeys(kinds))}."
     return message

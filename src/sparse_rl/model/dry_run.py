@@ -7,13 +7,15 @@ in order, with plain arguments, and every layer is full or sliding attention.
 
 from __future__ import annotations
 
-import math
+import logging
 from dataclasses import dataclass
 
 import torch
 from transformers import PreTrainedModel
 
 from sparse_rl.model.attention import UnsupportedModelError
+
+logger = logging.getLogger(__name__)
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
@@ -52,6 +54,7 @@ def dry_run(model: PreTrainedModel) -> AttentionShape:
     """The model's attention shape; raises UnsupportedModelError with the reason if it cannot be sampled from."""
     config, name = model.config, type(model).__name__
     check_dropout(model)
+    warn_of_rope(model)
     layer_types = getattr(config, "layer_types", None)
     strange = sorted(set(layer_types or ()) - set(LAYER_TYPES))
     if strange:
@@ -63,14 +66,17 @@ def dry_run(model: PreTrainedModel) -> AttentionShape:
         raise UnsupportedModelError(f"{name} attends in both directions; sparse_rl needs a causal language model.")
 
     recorder = _Recorder()
-    device = model.device
-    with torch.no_grad():
-        model(
-            input_ids=torch.zeros((1, 1), dtype=torch.long, device=device),
-            position_ids=torch.zeros((1, 1), dtype=torch.long, device=device),
-            use_cache=False,
-            kv=recorder,
-        )
+    token = torch.zeros((1, 1), dtype=torch.long, device=model.device)
+    try:
+        with torch.no_grad():
+            model(input_ids=token, position_ids=token, use_cache=False, kv=recorder)
+    except UnsupportedModelError:
+        raise
+    except Exception as error:
+        raise UnsupportedModelError(
+            f"{name} does not run with the attention sparse_rl gives it ({type(error).__name__}: {error}); use a model "
+            "whose attention goes through transformers' AttentionInterface."
+        ) from error
     calls = recorder.calls
     if [call.layer_idx for call in calls] != list(range(config.num_hidden_layers)) or not calls:
         raise UnsupportedModelError(
@@ -101,10 +107,23 @@ def dry_run(model: PreTrainedModel) -> AttentionShape:
 def check_dropout(model: PreTrainedModel) -> None:
     """Dropout makes sampler and learner disagree at random, so any in the config is an error."""
     for key, given in model.config.to_dict().items():
-        if "drop" in key and isinstance(given, int | float) and given and not math.isnan(given):
+        unused = key.startswith(("classifier", "summary"))  # heads a language model does not have
+        if "drop" in key and isinstance(given, int | float) and given and not unused:
             raise UnsupportedModelError(
                 f"the model's config has {key} = {given}; sampler and learner need dropout off: set {key} to 0.0."
             )
+
+
+def warn_of_rope(model: PreTrainedModel) -> None:
+    """Some rotations depend on the longest sequence of the batch, so rows then influence each other."""
+    parameters = getattr(model.config, "rope_parameters", None) or {}
+    nested = [given for given in parameters.values() if isinstance(given, dict)]
+    kinds = {str(given.get("rope_type")) for given in (parameters, *nested)} & {"dynamic", "longrope"}
+    if kinds:
+        logger.warning(
+            "rope type %s depends on the longest sequence decoded together: results then vary with the batch.",
+            ", ".join(sorted(kinds)),
+        )
 
 
 @dataclass(frozen=True, slots=True)

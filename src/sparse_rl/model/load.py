@@ -5,11 +5,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from sparse_rl.model.attention import NAME, UnsupportedModelError
+from sparse_rl.model.attention import NAME
 from sparse_rl.model.dry_run import AttentionShape, dry_run
 from sparse_rl.model.tiny import FAMILIES, tiny_model, tiny_tokenizer
 
@@ -28,6 +29,11 @@ class LoadedModel:
 
 def load(name: str, *, dtype: torch.dtype | None = None, device: str | torch.device = "cpu") -> LoadedModel:
     """`tiny`, `tiny:FAMILY`, a folder, or a hub name. Without a dtype: the checkpoint's own, fp32 for tiny models."""
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        first_line = str(error).splitlines()[0]
+        raise ValueError(f"device {str(device)!r} cannot be used here ({first_line}); use cpu.") from error
     if name == "tiny" or name.startswith("tiny:"):
         family = name.partition(":")[2] or "llama"
         model = tiny_model(family, dtype=dtype or torch.float32, device=device)
@@ -57,11 +63,17 @@ def _from_pretrained(name: str, dtype: torch.dtype | None) -> tuple[PreTrainedMo
             f"built in are tiny and tiny:FAMILY with FAMILY one of {', '.join(FAMILIES)}."
         )
     try:
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype or "auto", attn_implementation=NAME)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            name, dtype=dtype or "auto", attn_implementation=NAME, output_loading_info=True
+        )
+        model, report = loaded
         tokenizer = AutoTokenizer.from_pretrained(name)
-    except UnsupportedModelError:
-        raise
-    except (OSError, ValueError, ImportError, KeyError) as error:
+    except Exception as error:  # whatever the library, the hub or the file system says
         first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(f"model {name!r} could not be loaded: {first_line}") from error
+    if report["missing_keys"]:  # transformers would go on with random weights there
+        missing = sorted(report["missing_keys"])
+        raise ValueError(
+            f"model {name!r} lacks {len(missing)} weights, {missing[0]} among them; its files are damaged."
+        )
     return model, tokenizer

@@ -37,7 +37,7 @@ class ProgressLine:
         if self.status is not None:
             self.status.update(line)
         if self.status is None or last:
-            self.console.print(line, highlight=False)
+            self.console.print(line, highlight=False, soft_wrap=True)
 
 
 def describe(progress: Progress) -> str:

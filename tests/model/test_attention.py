@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The registered attention: equal to transformers' own without a context, and loud about what it does not do."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import StaticCache
+
+from sparse_rl.model.attention import PackedRows, UnsupportedModelError, attention
+from sparse_rl.model.tiny import FAMILIES
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_without_a_context_it_is_plain_causal_attention(family, tiny, reference, prompts):
+    model, expected = tiny(family).model, reference(family)
+    ids = torch.tensor(prompts(70), device=model.device)
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids).logits, expected(ids).logits, atol=1e-4, rtol=0)
+        cached = model(ids[:, :50], use_cache=True).past_key_values
+        rest = model(ids[:, 50:], past_key_values=cached).logits  # keys longer than queries
+        torch.testing.assert_close(rest, expected(ids).logits[:, 50:], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_generate_works_on_the_sampler_module(family, tiny, reference, prompts):
+    ids = torch.tensor(prompts(20), device=tiny(family).model.device)
+    settings = {"max_new_tokens": 60, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    ours = tiny(family).model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
+    assert ours.tolist() == reference(family).generate(ids, attention_mask=torch.ones_like(ids), **settings).tolist()
+
+
+def test_padding_is_refused_and_ones_pass(tiny):
+    model = tiny().model
+    ids = torch.ones(2, 4, dtype=torch.long, device=model.device)
+    mask = torch.ones_like(ids)
+    model(ids, attention_mask=mask)
+    mask[0, 0] = 0
+    with pytest.raises(ValueError, match="padding mask"):
+        model(ids, attention_mask=mask)
+
+
+def test_a_ready_made_mask_is_refused(tiny):
+    model = tiny().model
+    ids = torch.ones(1, 4, dtype=torch.long, device=model.device)
+    with pytest.raises(UnsupportedModelError, match="no context"):
+        model(ids, attention_mask=torch.ones(1, 1, 4, 4, dtype=torch.bool, device=model.device))
+
+
+def test_packed_positions_without_a_context_are_refused(tiny):
+    model = tiny().model
+    ids = torch.ones(1, 5, dtype=torch.long, device=model.device)
+    positions = torch.tensor([[0, 1, 2, 0, 1]], device=model.device)
+    model(ids, position_ids=positions, use_cache=False, kv=PackedRows([0, 3, 5]))
+    with pytest.raises(UnsupportedModelError, match="PackedRows"):
+        model(ids, position_ids=positions, use_cache=False)
+
+
+def test_static_caches_are_refused(tiny):
+    model = tiny().model
+    ids = torch.ones(1, 4, dtype=torch.long, device=model.device)
+    with pytest.raises(ValueError, match="static cache"):
+        model(ids, past_key_values=StaticCache(config=model.config, max_cache_len=16), use_cache=True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"softcap": 30.0}, "softcap"),
+        ({"s_aux": torch.zeros(2)}, "s_aux"),
+        ({"dropout": 0.1}, "dropout"),
+        ({"value": torch.zeros(1, 2, 3, 4)}, "width"),
+    ],
+)
+def test_what_is_not_implemented_raises(arguments, message):
+    inputs = {name: torch.zeros(1, 2, 3, 8) for name in ("query", "key", "value")} | arguments
+    with pytest.raises(UnsupportedModelError, match=message):
+        attention(torch.nn.Identity(), **inputs, attention_mask=None, scaling=1.0)
+
+
+def test_harmless_keywords_pass():
+    inputs = {name: torch.zeros(1, 2, 3, 8) for name in ("query", "key", "value")}
+    out, weights = attention(
+        torch.nn.Identity(), **inputs, attention_mask=None, scaling=1.0, position_ids=torch.arange(3), softcap=None
+    )
+    assert out.shape == (1, 3, 2, 8) and weights is None

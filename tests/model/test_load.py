@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models that load, and those that are refused with the reason."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from sparse_rl.model.attention import NAME, UnsupportedModelError
+from sparse_rl.model.dry_run import dry_run
+from sparse_rl.model.load import load, stop_ids
+from sparse_rl.model.tiny import FAMILIES, WINDOW, tiny_model, tiny_tokenizer
+
+SMALL = {
+    "vocab_size": 259,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+}
+
+REFUSED = {
+    "attention sinks": ("gpt_oss", {"num_local_experts": 2, "num_experts_per_tok": 1}, "s_aux"),
+    "soft-capped logits": ("gemma2", {}, "softcap"),
+    "convolution layers": ("lfm2", {"layer_types": ["conv", "conv", "full_attention", "conv"]}, "layers of type conv"),
+    "state-space layers": ("mamba", {}, "layers of type linear_attention"),
+    "chunked attention": ("llama4_text", {"num_local_experts": 2}, "chunked_attention"),
+    "attention twice a layer": ("diffllama", {}, "each of its 4 layers once"),
+    "its own attention": ("stablelm", {}, "each of its 4 layers once"),
+    "no attention interface": ("mpt", {"d_model": 64, "n_heads": 4, "n_layers": 2}, "AttentionInterface"),
+    "dropout": ("llama", {"attention_dropout": 0.1}, "attention_dropout = 0.1"),
+    "dropout by another name": ("gpt2", {"n_embd": 64, "n_layer": 2, "n_head": 4}, "resid_pdrop = 0.1"),
+    "both directions": ("gemma3_text", {"use_bidirectional_attention": True}, "both directions"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_unsupported_models_are_refused(case):
+    model_type, settings, message = REFUSED[case]
+    config = AutoConfig.for_model(model_type, **{**SMALL, **settings})
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=NAME).eval()
+    with pytest.raises(UnsupportedModelError, match=message):
+        dry_run(model)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_shape_of_every_family(family):
+    shape = dry_run(tiny_model(family))
+    assert (shape.num_layers, shape.num_heads, shape.num_kv_heads, shape.head_dim) == (4, 4, 2, 32)
+    expected = {
+        "qwen2": (None, None, WINDOW, WINDOW),
+        "mistral": (WINDOW,) * 4,
+        "gemma3": (WINDOW, None, WINDOW, None),
+    }
+    assert shape.windows == expected.get(family, (None,) * 4)
+    assert shape.entry_bytes == 4 * 2 * (2 * 32 * 4 + 4)
+    assert shape.dense_entries(100) == sum(min(100, w or 100) for w in shape.windows) / 4
+
+
+def test_a_saved_model_loads_and_samples_alike(tmp_path):
+    model = tiny_model("qwen3", seed=3)
+    model.save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    loaded = load(str(tmp_path))
+    ids = torch.tensor([[1, 2, 3]])
+    with torch.no_grad():
+        torch.testing.assert_close(loaded.model(ids).logits, model(ids).logits)
+    assert loaded.tokenizer("héllo\n").input_ids == list("héllo\n".encode())
+    assert loaded.tokenizer.decode(list("héllo\n".encode())) == "héllo\n"
+    assert loaded.vocab_size == 259
+
+
+def test_all_stop_ids_of_the_generation_config():
+    model = tiny_model()
+    model.generation_config.eos_token_id = [5, 9]
+    assert stop_ids(model) == (5, 9)
+    model.generation_config.eos_token_id = 7
+    assert stop_ids(model) == (7,)
+    model.generation_config.eos_token_id = None
+    assert stop_ids(model) == ()
+
+
+def test_tiny_models_are_reproducible_and_leave_the_seed_alone():
+    torch.manual_seed(5)
+    expected = torch.rand(1)
+    torch.manual_seed(5)
+    first, second = tiny_model(seed=1), tiny_model(seed=1)
+    assert torch.rand(1) == expected
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
+    assert not torch.equal(next(first.parameters()), next(tiny_model(seed=2).parameters()))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("tiny:gpt9", "no tiny model of family 'gpt9'"),
+        ("./nowhere", "neither a folder nor a hub name"),
+        ("nowhere", "neither a folder nor a hub name"),
+    ],
+)
+def test_names_that_lead_nowhere(name, message):
+    with pytest.raises(ValueError, match=message):
+        load(name)
+
+
+def test_broken_folders_are_named(tmp_path):
+    with pytest.raises(ValueError, match="no config"):
+        load(str(tmp_path))
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match="could not be loaded"):
+        load(str(tmp_path))
+    tiny_model().save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"lacks 1 weights, model.norm.weight"):
+        load(str(tmp_path))
+    (tmp_path / "model.safetensors").write_bytes(b"not weights")
+    with pytest.raises(ValueError, match="could not be loaded"):
+        load(str(tmp_path))
+
+
+def test_rotations_that_depend_on_the_batch_are_warned_of(caplog):
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    with caplog.at_level(logging.WARNING):
+        dry_run(tiny_model("llama", rope_parameters=rope))
+    assert "dynamic" in caplog.text

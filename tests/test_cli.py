@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command: what it writes, and one clear sentence with exit code 2 for whatever the user can mend."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+
+import pytest
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from sparse_rl.cli import main
+from sparse_rl.model.tiny import tiny_model, tiny_tokenizer
+
+SHORT = ["--sampling.stop_ids", "--sampling.max_tokens", "12"]
+SPARSE = ["--kv.policy", "rkv", "--kv.budget", "16", "--kv.interval", "8"]
+
+
+def run(*arguments: str, capsys) -> tuple[int, str, str]:
+    code = 0
+    try:
+        main(list(arguments))
+    except SystemExit as exit:
+        code = exit.code
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_generate_writes_one_json_line_a_sample(capsys):
+    code, out, err = run("generate", "ab", "cde", "--sampling.n", "2", *SHORT, *SPARSE, capsys=capsys)
+    assert code == 0
+    rows = [json.loads(line) for line in out.splitlines()]
+    assert [(row["prompt"], row["sample"]) for row in rows] == [("ab", 0), ("ab", 1), ("cde", 0), ("cde", 1)]
+    for row in rows:
+        assert len(row["token_ids"]) == len(row["sampler_logprobs"]) == 12
+        assert row["finish_reason"] == "length" and len(row["kv"]["held"]) == 11
+    assert "tok/s" in err and "rows in flight" in err and "KV held" in err
+
+
+def test_prompts_from_a_text_file_jsonl_and_stdin(tmp_path, capsys, monkeypatch):
+    (tmp_path / "a.txt").write_text("one\n\ntwo\n")
+    _, out, _ = run("generate", "--prompts", str(tmp_path / "a.txt"), *SHORT, capsys=capsys)
+    assert [json.loads(line)["prompt"] for line in out.splitlines()] == ["one", "two"]
+    (tmp_path / "a.jsonl").write_text('{"prompt": "x\\ny"}\n')
+    _, out, _ = run("generate", "--prompts", str(tmp_path / "a.jsonl"), *SHORT, capsys=capsys)
+    assert [json.loads(line)["prompt"] for line in out.splitlines()] == ["x\ny"]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("from stdin\n"))
+    _, out, _ = run("generate", *SHORT, capsys=capsys)
+    assert [json.loads(line)["prompt"] for line in out.splitlines()] == ["from stdin"]
+
+
+def test_chat_messages_use_the_models_template(tmp_path, capsys):
+    tiny_model().save_pretrained(tmp_path / "model")
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
+    tokenizer.save_pretrained(tmp_path / "model")
+    (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": [{"role": "user", "content": "hi"}]}) + "\n")
+    arguments = ["generate", "--prompts", str(tmp_path / "a.jsonl"), *SHORT]
+    _, out, _ = run(*arguments, "--model", str(tmp_path / "model"), capsys=capsys)
+    assert json.loads(out)["prompt"] == "user: hi\nassistant:"
+    code, _, err = run(*arguments, capsys=capsys)
+    assert code == 2 and "no chat template" in err
+
+
+def test_compare_shows_both_and_the_overlap_of_every_token(tmp_path, capsys):
+    output = tmp_path / "out.jsonl"
+    prompt = "a prompt of more than sixteen tokens"
+    code, out, _ = run("generate", prompt, "--compare", "--output", str(output), *SHORT, *SPARSE, capsys=capsys)
+    assert code == 0 and "dense" in out and "sparse" in out and "overlap mean" in out and "KV saved" in out
+    row = json.loads(output.read_text())
+    assert len(row["overlap"]) == len(row["dense_logprobs"]) == 12
+    assert all(0.0 <= value <= 1.0 for value in row["overlap"])
+    assert row["overlap"][0] == pytest.approx(1.0, abs=1e-5), "the first token comes from the dense prefill"
+    assert min(row["overlap"]) < 0.99
+    assert "overlap_upper" not in row, "exact on a small vocabulary"
+
+
+def test_settings_from_a_file_and_flags_over_it(tmp_path, capsys):
+    config = tmp_path / "config.yaml"
+    config.write_text("kv: {policy: streaming, budget: 8, interval: 4}\nsampling: {max_tokens: 5, stop_ids: []}\n")
+    _, out, _ = run("generate", "abc", "--config", str(config), "--sampling.max_tokens", "20", capsys=capsys)
+    row = json.loads(out)
+    assert len(row["token_ids"]) == 20 and max(row["kv"]["held"]) == 12
+
+
+def test_stop_strings_and_ids_as_flags(capsys):
+    _, out, _ = run("generate", "abc", "--sampling.max_tokens", "300", "--sampling.stop", "a", "é!", capsys=capsys)
+    assert json.loads(out)["finish_reason"] in ("stop", "stop_string")
+    every = [str(token) for token in range(259)]
+    _, out, _ = run("generate", "abc", "--sampling.max_tokens", "300", "--sampling.stop_ids", *every, capsys=capsys)
+    assert len(json.loads(out)["token_ids"]) == 1
+
+
+def test_help_names_every_setting_without_a_model(capsys):
+    code, out, _ = run("generate", "--help", capsys=capsys)
+    assert code == 0
+    for setting in ("--kv.policy", "--kv.protect_prompt", "--sampling.top_p", "--engine.pool_bytes", "--compare"):
+        assert setting in out
+    code, out, _ = run("--help", capsys=capsys)
+    assert code == 0 and "generate" in out
+
+
+def test_top_level_help_does_not_import_torch():
+    script = "import sys; sys.argv = ['sparse-rl', '--help']\nfrom sparse_rl.cli import main\n"
+    script += "try: main()\nfinally: assert 'torch' not in sys.modules, 'torch was imported'"
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.fixture(scope="module")
+def refused_models(tmp_path_factory) -> dict[str, str]:
+    """Folders of models that cannot be sampled from."""
+    folder = tmp_path_factory.mktemp("models")
+    small = {"vocab_size": 259, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 16}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    cases = {
+        "sinks": ("gpt_oss", {**small, **heads, "num_local_experts": 2, "num_experts_per_tok": 1}),
+        "convolution": ("lfm2", {**small, **heads, "layer_types": ["conv", "full_attention"]}),
+        "dropout": ("llama", {**small, **heads, "attention_dropout": 0.1}),
+    }
+    for name, (model_type, settings) in cases.items():
+        config = AutoConfig.for_model(model_type, **settings)
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder / name)
+        tiny_tokenizer().save_pretrained(folder / name)
+    return {name: str(folder / name) for name in cases}
+
+
+@pytest.mark.parametrize(("name", "message"), [("sinks", "s_aux"), ("convolution", "conv"), ("dropout", "dropout")])
+def test_unsupported_models(name, message, refused_models, capsys):
+    code, out, err = run("generate", "a", "--model", refused_models[name], capsys=capsys)
+    assert (code, out) == (2, "") and message in err.splitlines()[-1]
+
+
+BAD = {
+    "no command": ([], "usage"),
+    "unknown command": (["genrate", "a"], "unknown command 'genrate'"),
+    "wrong model path": (["generate", "a", "--model", "./no/such/model"], "neither a folder nor a hub name"),
+    "budget below protected": (
+        ["generate", "a", "--kv.policy", "rkv", "--kv.budget", "4"],
+        "kv.budget is 4, but the protected entries alone are 8 (sinks 0 + window 8); raise kv.budget to 8",
+    ),
+    "unknown policy": (["generate", "a", "--kv.policy", "rvk"], "did you mean 'rkv'"),
+    "policy without that key": (["generate", "a", "--kv.policy", "streaming", "--kv.window", "4"], "not a setting"),
+    "unknown key": (["generate", "a", "--kv.bugdet", "4"], "did you mean --kv.budget"),
+    "a word for a number": (["generate", "a", "--kv.budget", "many"], "kv.budget is 'many', which is not of type int"),
+    "a word for a choice": (["generate", "a", "--kv.policy", "rkv", "--kv.order", "up"], "kv.order is 'up'; choose"),
+    "a word for a flag": (["generate", "a", "--kv.protect_prompt", "maybe"], "kv.protect_prompt is 'maybe'"),
+    "long prompt": (["generate", "a" * 9000], "the model's context is 8192"),
+    "empty prompt": (["generate", ""], "prompt 0 is empty"),
+    "small pool": (
+        ["generate", "a", "--engine.pool_pages", "2", "--sampling.max_tokens", "999"],
+        "set engine.pool_pages to at least 16",
+    ),
+    "missing file": (["generate", "--prompts", "no-such-file.txt"], "no-such-file.txt"),
+    "unknown dtype": (["generate", "a", "--dtype", "float12"], "dtype 'float12'"),
+    "unknown device": (["generate", "a", "--device", "nonsense"], "nonsense"),
+    "prompts twice": (["generate", "a", "--prompts", "b.txt"], "use one"),
+    "compare dense": (["generate", "a", "--compare"], "is dense"),
+    "compare truncated": (["generate", "a", "--compare", *SPARSE, "--sampling.top_p", "0.9"], "whole distribution"),
+    "config without file": (["generate", "a", "--config", "nowhere.yaml"], "nowhere.yaml"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_gets_one_sentence(case, capsys):
+    arguments, message = BAD[case]
+    code, out, err = run(*arguments, capsys=capsys)
+    assert code == 2
+    assert message in (err or out)
+    if err:
+        assert len(err.strip().splitlines()) == 1 and err.startswith("sparse-rl: error: ")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [("", "has no prompts"), ('{"prompt": 3}\n', "line 1"), ('{"prompt": "a"}\nnot json\n', "line 2")],
+)
+def test_bad_prompt_files(content, message, tmp_path, capsys):
+    (tmp_path / "a.jsonl").write_text(content)
+    code, _, err = run("generate", "--prompts", str(tmp_path / "a.jsonl"), capsys=capsys)
+    assert code == 2 and message in err
+
+
+def test_unknown_keys_in_a_config_file(tmp_path, capsys):
+    (tmp_path / "c.yaml").write_text("kv: {bugdet: 3}\n")
+    code, _, err = run("generate", "a", "--config", str(tmp_path / "c.yaml"), capsys=capsys)
+    assert code == 2 and "kv.bugdet" in err and "kv.budget" in err
+
+
+def test_existing_output_is_never_overwritten(tmp_path, capsys):
+    output = tmp_path / "out.jsonl"
+    output.write_text("precious")
+    code, _, err = run("generate", "a", "--output", str(output), *SHORT, capsys=capsys)
+    assert code == 2 and "not overwritten" in err and output.read_text() == "precious"
+
+
+def test_a_failed_run_leaves_no_empty_file(tmp_path, capsys):
+    output = tmp_path / "out.jsonl"
+    code, _, _ = run("generate", "a", "--output", str(output), "--model", "./nowhere", capsys=capsys)
+    assert code == 2 and not output.exists()
