@@ -79,7 +79,7 @@ def test_paged_decode_attention(group):
 
 def test_window_visibility_counts_the_token_itself():
     positions = torch.tensor([[[0, 4, 5, 6, 7, 0]]])
-    visible = visible_entries_ref(torch.tensor([5]), 6, positions, torch.tensor([7]), 3)
+    visible = visible_entries_ref(torch.tensor([5]), positions, torch.tensor([7]), torch.tensor(3))
     assert visible.tolist() == [[[False, False, True, True, True, False]]]
 
 

@@ -22,11 +22,11 @@ def gather_pages_ref(pool_PKSD: torch.Tensor, pages_BN: torch.Tensor) -> torch.T
 
 
 def visible_entries_ref(
-    lengths_B: torch.Tensor, size: int, positions_BKS: torch.Tensor, query_positions_B: torch.Tensor, window: int
+    lengths_B: torch.Tensor, positions_BKS: torch.Tensor, query_positions_B: torch.Tensor, window_B: torch.Tensor
 ) -> torch.Tensor:
-    """Which of `size` slots a query sees in a window layer, B K S: written, and fewer than `window` tokens old."""
-    written_BS = torch.arange(size, device=lengths_B.device)[None, :] < lengths_B[:, None]
-    return written_BS[:, None, :] & (query_positions_B[:, None, None] - positions_BKS < window)
+    """Which slots a query sees, B K S: written, and fewer than `window` (one for all, or one a row) tokens old."""
+    written_BS = torch.arange(positions_BKS.shape[-1], device=lengths_B.device) < lengths_B[:, None]
+    return written_BS[:, None] & (positions_BKS > (query_positions_B - window_B)[:, None, None])
 
 
 def decode_attention_ref(

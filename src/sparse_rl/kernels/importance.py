@@ -23,13 +23,14 @@ def attention_importance_ref(
     queries_BHWD: torch.Tensor,
     candidates_BKS: torch.Tensor,
     *,
-    scale: float,
+    scale_B: torch.Tensor,
     kernel: int,
 ) -> torch.Tensor:
     """Pooled mean attention of the last queries to each candidate, B K S; zero where there is none."""
     batch, num_kv_heads = k_BKSD.shape[:2]
     q_BKGWD = queries_BHWD.reshape(batch, num_kv_heads, -1, *queries_BHWD.shape[2:])
-    logits = torch.einsum("bkgwd,bksd->bkgws", upcast(q_BKGWD), upcast(k_BKSD)).amax(dim=2) * scale
+    logits = torch.einsum("bkgwd,bksd->bkgws", upcast(q_BKGWD), upcast(k_BKSD)).amax(dim=2)
+    logits = logits * scale_B[:, None, None, None]
     logits = logits.masked_fill(~candidates_BKS[:, :, None], float("-inf"))
     attention = torch.softmax(logits, dim=-1).nan_to_num(0.0)  # a row without candidates is all nan
     mean_BKS = attention.mean(dim=2).masked_fill(~candidates_BKS, float("-inf"))

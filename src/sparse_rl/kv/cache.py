@@ -19,6 +19,8 @@ from sparse_rl.kernels.prefill import packed_attention_ref
 from sparse_rl.kv.policy import Entries, EvictPolicy
 from sparse_rl.model.dry_run import AttentionShape
 
+NO_WINDOW = 1 << 30
+
 
 @dataclass(slots=True)
 class Saved:
@@ -41,6 +43,9 @@ class PagedCache:
         self.k = torch.zeros(*size, shape.head_dim, dtype=shape.dtype, device=shape.device)
         self.v = torch.zeros_like(self.k)
         self.positions = torch.zeros(size, dtype=torch.int32, device=shape.device)
+        self.windows = torch.tensor([window or NO_WINDOW for window in shape.windows], device=shape.device)
+        precise = torch.float64 if shape.dtype == torch.float64 else torch.float32
+        self.scales = torch.tensor(shape.scales, dtype=precise, device=shape.device)
         self.queries = torch.zeros(
             (shape.num_layers, num_rows, num_queries, shape.num_heads, shape.head_dim),
             dtype=shape.dtype,
@@ -80,34 +85,36 @@ class PagedCache:
         record: bool = False,
     ) -> torch.Tensor | None:
         """Cut each row to the policy's target, in place. Returns the kept positions, L B K T, if asked to."""
-        size = pages_BN.shape[1] * self.page_size
-        slot = torch.arange(size, device=pages_BN.device)
-        written_BS = slot < lengths_B[:, None]
-        recent_BS = written_BS & (slot >= lengths_B[:, None] - policy.num_queries)
-        counts_B = torch.minimum(lengths_B, policy.target(prompt_lens_B))
-        recorded = []
-        for layer_idx, (window, scale) in enumerate(zip(self.shape.windows, self.shape.scales, strict=True)):
-            k_PKSD, v_PKSD, positions_PKS = self.k[layer_idx], self.v[layer_idx], self.positions[layer_idx]
-            positions_BKS = gather_pages_ref(positions_PKS, pages_BN)
-            live_BKS = (
-                written_BS[:, None].expand_as(positions_BKS)
-                if window is None
-                else visible_entries_ref(lengths_B, size, positions_BKS, contexts_B, window)
-            )
-            entries = Entries(
-                k_BKSD=gather_pages_ref(k_PKSD, pages_BN),
-                v_BKSD=gather_pages_ref(v_PKSD, pages_BN),
-                positions_BKS=positions_BKS,
-                live_BKS=live_BKS,
-                recent_BS=recent_BS,
-                queries_BHWD=queries_LBWHD[layer_idx].transpose(1, 2) if self.num_queries else None,
-                scale=scale,
-            )
-            kept_BKT = policy.kept(entries, lengths_B, prompt_lens_B)
-            if record:
-                recorded.append(positions_BKS.gather(-1, kept_BKT).cpu())
-            compact_ref((k_PKSD, v_PKSD, positions_PKS), pages_BN, kept_BKT, counts_B)
-        return torch.stack(recorded) if record else None
+        # Layers are independent, so they join the rows: page p of layer l is page l * P + p of one long pool.
+        num_layers, num_pages = self.k.shape[:2]
+        batch, device = pages_BN.shape[0], pages_BN.device
+        layer_L11 = torch.arange(num_layers, device=device)[:, None, None]
+        pages_BN = (pages_BN + layer_L11 * num_pages).flatten(0, 1)
+        lengths_B, contexts_B, prompt_lens_B = (x.repeat(num_layers) for x in (lengths_B, contexts_B, prompt_lens_B))
+        pools = tuple(pool.flatten(0, 1) for pool in (self.k, self.v, self.positions))
+        k_BKSD, v_BKSD, positions_BKS = (gather_pages_ref(pool, pages_BN) for pool in pools)
+
+        size = positions_BKS.shape[-1]
+        slot = torch.arange(size, device=device)
+        recent_BS = (slot < lengths_B[:, None]) & (slot >= lengths_B[:, None] - policy.num_queries)
+        entries = Entries(
+            k_BKSD=k_BKSD,
+            v_BKSD=v_BKSD,
+            positions_BKS=positions_BKS,
+            live_BKS=visible_entries_ref(lengths_B, positions_BKS, contexts_B, self._per_row(self.windows, batch)),
+            recent_BS=recent_BS,
+            queries_BHWD=queries_LBWHD.flatten(0, 1).transpose(1, 2),
+            scale_B=self._per_row(self.scales, batch),
+        )
+        kept_BKT = policy.kept(entries, lengths_B, prompt_lens_B)
+        compact_ref(pools, pages_BN, kept_BKT, torch.minimum(lengths_B, policy.target(prompt_lens_B)))
+        if not record:
+            return None
+        return positions_BKS.gather(-1, kept_BKT).unflatten(0, (num_layers, batch)).cpu()
+
+    def _per_row(self, layers_L: torch.Tensor, batch: int) -> torch.Tensor:
+        """A value a layer, repeated for each of its rows."""
+        return layers_L.repeat_interleave(batch)
 
 
 class DecodeStep:
@@ -129,8 +136,8 @@ class DecodeStep:
         self.lengths_B = slots_B + 1
         self.page_B = pages_BN.gather(1, (slots_B // cache.page_size)[:, None])[:, 0]
         self.offset_B = slots_B % cache.page_size
-        self.size = pages_BN.shape[1] * cache.page_size
-        self.written_B1S = (torch.arange(self.size, device=slots_B.device) < self.lengths_B[:, None])[:, None]
+        slot = torch.arange(pages_BN.shape[1] * cache.page_size, device=slots_B.device)
+        self.written_B1S = (slot < self.lengths_B[:, None])[:, None]
         cache.positions[:, self.page_B, :, self.offset_B] = positions_B.int()[:, None, None]
 
     def attend(
@@ -152,7 +159,7 @@ class DecodeStep:
         visible = self.written_B1S
         if window is not None:
             positions_BKS = gather_pages_ref(cache.positions[layer_idx], self.pages_BN)
-            visible = visible_entries_ref(self.lengths_B, self.size, positions_BKS, self.positions_B, window)
+            visible = visible_entries_ref(self.lengths_B, positions_BKS, self.positions_B, cache.windows[layer_idx])
         return decode_attention_ref(q_BHTD[:, :, 0], k_PKSD, v_PKSD, self.pages_BN, visible, scale=scale)[:, :, None]
 
 

@@ -18,15 +18,15 @@ N = TypeVar("N", int, torch.Tensor)  # one count, or a row of them
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entries:
-    """One layer's cache entries of the sequences to compress, as a policy sees them."""
+    """Cache entries to compress, as a policy sees them; a row is one layer of one sequence."""
 
     k_BKSD: torch.Tensor  # after rotation
     v_BKSD: torch.Tensor
     positions_BKS: torch.Tensor  # logical
     live_BKS: torch.Tensor  # bool: written, and inside the layer's window if it has one
     recent_BS: torch.Tensor  # bool: the entries of the remembered queries, the newest `num_queries` slots
-    queries_BHWD: torch.Tensor | None  # the last `num_queries` queries, in any order
-    scale: float  # what attention multiplies q . k by
+    queries_BHWD: torch.Tensor  # the last `num_queries` queries, in any order
+    scale_B: torch.Tensor  # what attention multiplies q . k by
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -40,11 +40,10 @@ class SnapKV(EvictPolicy):
         return self.window
 
     def importance(self, entries: Entries) -> torch.Tensor:
-        assert entries.queries_BHWD is not None
         return attention_importance_ref(
             entries.k_BKSD,
             entries.queries_BHWD,
             entries.live_BKS & ~entries.recent_BS[:, None],
-            scale=entries.scale,
+            scale_B=entries.scale_B,
             kernel=self.kernel,
         )

@@ -17,8 +17,9 @@ from sparse_rl.rollout.sequence import HeldPrompt, Sequence
 from sparse_rl.types import Prompt
 
 T = TypeVar("T")
+Item = TypeVar("Item", Sequence, HeldPrompt)
 
-COMPRESS_ENTRIES = 1 << 17  # slots handled at once, which bounds what scoring them takes
+COMPRESS_ENTRIES = 1 << 19  # slots of all layers scored at once, which bounds the memory it takes
 
 
 class Runner:
@@ -73,12 +74,12 @@ class Runner:
 
     def compress_prompts(self, held: list[HeldPrompt]) -> None:
         """Cut freshly prefilled prompts to the policy's target."""
-        for chunk in _chunks(held):
+        for chunk in self._chunks(held):
             self._compress(chunk, torch.stack([_set(p.queries_LWHD) for p in chunk], dim=1))
 
     def compress(self, sequences: list[Sequence]) -> None:
         """Cut running sequences to the policy's target."""
-        for chunk in _chunks(sequences):
+        for chunk in self._chunks(sequences):
             self._compress(chunk, self.cache.queries[:, self._ints([s.row for s in chunk])])
 
     def save(self, sequence: Sequence, pages: list[int]) -> None:
@@ -105,6 +106,11 @@ class Runner:
                 count = min(item.num_entries, self.policy.target(item.prompt_len))
                 item.kept_positions.append(kept[:, i, :, :count].clone())
 
+    def _chunks(self, items: list[Item]) -> list[list[Item]]:
+        largest = max((item.num_entries for item in items), default=1)
+        size = max(1, COMPRESS_ENTRIES // (largest * self.cache.shape.num_layers))
+        return [items[start : start + size] for start in range(0, len(items), size)]
+
     def _pages(self, items: SequenceOf[Sequence | HeldPrompt]) -> torch.Tensor:
         """Page tables, padded with page 0, which the lengths keep out of sight."""
         tables = [_set(item.holding).pages for item in items]
@@ -113,12 +119,6 @@ class Runner:
 
     def _ints(self, values: list[int] | list[list[int]]) -> torch.Tensor:
         return torch.tensor(values, device=self.device)
-
-
-def _chunks(items: list) -> list[list]:  # type: ignore[type-arg]
-    largest = max((item.num_entries for item in items), default=1)
-    size = max(1, COMPRESS_ENTRIES // largest)
-    return [items[start : start + size] for start in range(0, len(items), size)]
 
 
 def _set(value: T | None) -> T:
