@@ -65,6 +65,14 @@ def time_generate(
     return time.perf_counter() - began
 
 
+def cpu_name() -> str:
+    try:
+        with open("/proc/cpuinfo") as file:
+            return next(line.split(":")[1].strip() for line in file if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompts", type=int, default=256)
@@ -118,7 +126,7 @@ def main() -> None:
         record = {
             "command": "python benchmarks/rollout.py",
             "commit": commit,
-            "hardware": f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads",
+            "hardware": f"{cpu_name()}, {torch.get_num_threads()} threads",
             "torch": torch.__version__,
             "transformers": transformers.__version__,
             "parameters": sum(p.numel() for p in baseline.parameters()),
