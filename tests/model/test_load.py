@@ -128,6 +128,16 @@ def test_broken_folders_are_named(tmp_path):
         load(str(tmp_path))
 
 
+def test_sampling_defaults_of_a_checkpoint_are_ignored_aloud(tmp_path, caplog):
+    model = tiny_model()
+    model.generation_config.update(do_sample=True, temperature=0.6, top_p=0.95)
+    model.save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    with caplog.at_level(logging.WARNING):
+        load(str(tmp_path))
+    assert "temperature 0.6, top_p 0.95" in caplog.text
+
+
 def test_rotations_that_depend_on_the_batch_are_warned_of(caplog):
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     with caplog.at_level(logging.WARNING):

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from sparse_rl.model.attention import NAME
 from sparse_rl.model.dry_run import AttentionShape, dry_run
 from sparse_rl.model.tiny import FAMILIES, tiny_model, tiny_tokenizer
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +42,7 @@ def load(name: str, *, dtype: torch.dtype | None = None, device: str | torch.dev
         model = tiny_model(family, dtype=dtype or torch.float32, device=device)
         return LoadedModel(model=model, tokenizer=tiny_tokenizer(), shape=dry_run(model))
     model, tokenizer = _from_pretrained(name, dtype)
+    _say_what_is_ignored(model)
     model.to(device=torch.device(device))  # type: ignore[call-arg]
     model.eval()
     return LoadedModel(model=model, tokenizer=tokenizer, shape=dry_run(model))
@@ -51,6 +55,17 @@ def stop_ids(model: PreTrainedModel) -> tuple[int, ...]:
     if given is None:
         return ()
     return tuple(given) if isinstance(given, list | tuple) else (given,)
+
+
+def _say_what_is_ignored(model: PreTrainedModel) -> None:
+    """Sampling settings come from the caller alone; a checkpoint's own would silently change the distribution."""
+    generation = model.generation_config
+    fields = ("temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty")
+    neutral = (None, 1.0, 0)
+    given = {name: value for name in fields if (value := getattr(generation, name, None)) not in neutral}
+    if given:
+        listed = ", ".join(f"{name} {value}" for name, value in given.items())
+        logger.warning("the checkpoint's own sampling defaults (%s) are ignored.", listed)
 
 
 def _from_pretrained(name: str, dtype: torch.dtype | None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

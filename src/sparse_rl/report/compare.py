@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import torch
-from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
@@ -17,8 +16,8 @@ CLOSE, APART = 0.9, 0.5  # overlap from which a token is drawn green, below whic
 
 def side_by_side(
     tokenizer: PreTrainedTokenizerBase, dense: Rollout, sparse: Rollout, overlap_T: torch.Tensor, *, exact: bool
-) -> Group:
-    """A table of spans of tokens and a line of statistics."""
+) -> Table:
+    """A table of spans of tokens; `summary` goes below it."""
     table = Table(title=_shorten(sparse.prompt.text), title_justify="left", expand=False)
     table.add_column("token", justify="right", style="dim")
     table.add_column("dense")
@@ -37,10 +36,11 @@ def side_by_side(
             ),
             Text.assemble(*[(f"{100 * value:3.0f} ", _colour(value)) for value in overlap_T[span].tolist()]),
         )
-    return Group(table, Text(summary(dense, sparse, overlap_T)))
+    return table
 
 
 def summary(dense: Rollout, sparse: Rollout, overlap_T: torch.Tensor) -> str:
+    """One line of statistics."""
     common = min(len(dense.token_ids), len(sparse.token_ids))
     differs = (dense.token_ids[:common] != sparse.token_ids[:common]).nonzero()
     diverged = f"first different token {int(differs[0])}" if len(differs) else f"first {common} tokens equal"
