@@ -39,8 +39,8 @@ def time_engine(
     )
     seconds = time.perf_counter() - began
     assert [len(r.token_ids) for r in rollouts] == lengths
-    held, dense = sum(sum(r.kv.held) for r in rollouts), sum(r.kv.dense for r in rollouts)
-    return seconds, 1.0 - held / dense
+    held, full = sum(sum(r.kv.held) for r in rollouts), sum(r.kv.full for r in rollouts)
+    return seconds, 1.0 - held / full
 
 
 @torch.no_grad()

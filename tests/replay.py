@@ -13,7 +13,9 @@ from transformers import AttentionInterface, PreTrainedModel
 from sparse_rl.types import Rollout
 
 
-def _replay_attention(module, query, key, value, attention_mask, scaling=None, visible=None, **kwargs):
+def _replay_attention(module, query, key, value, attention_mask, scaling=None, visible=None, seen=None, **kwargs):
+    if seen is not None:
+        seen[module.layer_idx] = (query[0], key[0], scaling)
     group = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
     scores = (query @ key.transpose(-1, -2)) * scaling
@@ -64,10 +66,17 @@ def firing_times(prompt_len: int, num_tokens: int, target: int, trigger: int) ->
 
 
 @torch.no_grad()
-def replay_logprobs(model: PreTrainedModel, ids: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
-    """Log-softmax of every position's next-token logits, B T V, with the model's attention masked by `visible`."""
+def replay_logprobs(
+    model: PreTrainedModel, ids: torch.Tensor, visible: torch.Tensor, seen: dict | None = None
+) -> torch.Tensor:
+    """Log-softmax of every position's next-token logits, B T V, with the model's attention masked by `visible`.
+
+    `seen` collects, by layer, the queries (H T D), keys (K T D) and scale of the first row.
+    """
     model.set_attn_implementation("replay")
-    logits = model(input_ids=ids[:, : visible.shape[-1]], use_cache=False, visible=visible.to(ids.device)).logits
+    logits = model(
+        input_ids=ids[:, : visible.shape[-1]], use_cache=False, visible=visible.to(ids.device), seen=seen
+    ).logits
     model.set_attn_implementation("sdpa")
     return torch.log_softmax(logits, dim=-1)
 

@@ -13,8 +13,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from sparse_rl.cli import main
 from sparse_rl.model.tiny import tiny_model, tiny_tokenizer
+from sparse_rl.report.progress import ProgressLine
 
-SHORT = ["--sampling.stop_ids", "--sampling.max_tokens", "12"]
+SHORT = ["--sampling.stop_ids", "[]", "--sampling.max_tokens", "12"]
 SPARSE = ["--kv.policy", "rkv", "--kv.budget", "16", "--kv.interval", "8"]
 
 
@@ -31,7 +32,7 @@ def run(*arguments: str, capsys) -> tuple[int, str, str]:
 def test_generate_writes_one_json_line_a_sample(capsys):
     code, out, err = run("generate", "ab", "cde", "--sampling.n", "2", *SHORT, *SPARSE, capsys=capsys)
     assert code == 0
-    rows = [json.loads(line) for line in out.splitlines()]
+    rows = sorted((json.loads(line) for line in out.splitlines()), key=lambda row: (row["index"], row["sample"]))
     assert [(row["prompt"], row["sample"]) for row in rows] == [("ab", 0), ("ab", 1), ("cde", 0), ("cde", 1)]
     for row in rows:
         assert len(row["token_ids"]) == len(row["sampler_logprobs"]) == 12
@@ -62,6 +63,11 @@ def test_chat_messages_use_the_models_template(tmp_path, capsys):
     assert json.loads(out)["prompt"] == "user: hi\nassistant:"
     code, _, err = run(*arguments, capsys=capsys)
     assert code == 2 and "no chat template" in err
+    (tmp_path / "a.jsonl").write_text('{"prompt": [1]}\n')
+    tokenizer.chat_template = "{{ raise_exception('only users here') }}"
+    tokenizer.save_pretrained(tmp_path / "model")
+    code, _, err = run(*arguments, "--model", str(tmp_path / "model"), capsys=capsys)
+    assert code == 2 and "chat template refuses" in err
 
 
 def test_compare_shows_both_and_the_overlap_of_every_token(tmp_path, capsys):
@@ -86,10 +92,12 @@ def test_settings_from_a_file_and_flags_over_it(tmp_path, capsys):
 
 
 def test_stop_strings_and_ids_as_flags(capsys):
-    _, out, _ = run("generate", "abc", "--sampling.max_tokens", "300", "--sampling.stop", "a", "é!", capsys=capsys)
+    _, out, _ = run("generate", "abc", "--sampling.max_tokens", "300", "--sampling.stop", "é", capsys=capsys)
     assert json.loads(out)["finish_reason"] in ("stop", "stop_string")
-    every = [str(token) for token in range(259)]
-    _, out, _ = run("generate", "abc", "--sampling.max_tokens", "300", "--sampling.stop_ids", *every, capsys=capsys)
+    _, out, _ = run("generate", "--sampling.stop", '["a", "b"]', "--sampling.max_tokens", "300", "abc", capsys=capsys)
+    assert json.loads(out)["completion"][-1] in "ab" or json.loads(out)["finish_reason"] == "stop"
+    every = str(list(range(259)))
+    _, out, _ = run("generate", "abc", "--sampling.max_tokens", "300", "--sampling.stop_ids", every, capsys=capsys)
     assert len(json.loads(out)["token_ids"]) == 1
 
 
@@ -158,6 +166,14 @@ BAD = {
     "unknown device": (["generate", "a", "--device", "nonsense"], "nonsense"),
     "prompts twice": (["generate", "a", "--prompts", "b.txt"], "use one"),
     "compare dense": (["generate", "a", "--compare"], "is dense"),
+    "compare with top": (["generate", "a", "--compare", *SPARSE, "--sampling.top_logprobs", "3"], "leave out"),
+    "abbreviation": (["generate", "a", "--kv.bud", "16"], "unknown option 'kv.bud'"),
+    "tiny temperature": (["generate", "a", "--sampling.temperature", "1e-39"], "sampling.temperature"),
+    "not unicode": (["generate", "a\ud800"], "the tokenizer cannot read"),
+    "huge pool": (["generate", "a", "--engine.pool_pages", "1000000000000"], "cannot be allocated"),
+    "stop id out of range": (["generate", "a", "--sampling.stop_ids", "300"], "sampling.stop_ids has 300"),
+    "missing output folder": (["generate", "a", "--output", "/no/such/folder/x.jsonl"], "/no/such/folder/x.jsonl"),
+    "prompt file is a folder": (["generate", "--prompts", "/"], "Is a directory"),
     "compare truncated": (["generate", "a", "--compare", *SPARSE, "--sampling.top_p", "0.9"], "whole distribution"),
     "config without file": (["generate", "a", "--config", "nowhere.yaml"], "nowhere.yaml"),
 }
@@ -175,12 +191,75 @@ def test_bad_input_gets_one_sentence(case, capsys):
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [("", "has no prompts"), ('{"prompt": 3}\n', "line 1"), ('{"prompt": "a"}\nnot json\n', "line 2")],
+    [
+        (b"", "has no prompts"),
+        (b'{"prompt": 3}\n', "line 1"),
+        (b'{"prompt": "a"}\n\n\nnot json\n', "line 4"),
+        (b"[" * 100_000, "line 1"),
+        (b"\x80\x81", "not a text file in UTF-8"),
+    ],
+    ids=["empty", "no prompt", "not json", "nested", "binary"],
 )
 def test_bad_prompt_files(content, message, tmp_path, capsys):
-    (tmp_path / "a.jsonl").write_text(content)
+    (tmp_path / "a.jsonl").write_bytes(content)
     code, _, err = run("generate", "--prompts", str(tmp_path / "a.jsonl"), capsys=capsys)
     assert code == 2 and message in err
+
+
+def test_prompts_with_unusual_characters(tmp_path, capsys):
+    """A byte-order mark, CRLF, separators that are no newline, brackets that rich would read as markup."""
+    (tmp_path / "a.txt").write_bytes('\ufeff{"prompt": "a\u2028b"}\r\n{"prompt": "c"}\r\n'.encode())
+    _, out, _ = run("generate", "--prompts", str(tmp_path / "a.txt"), *SHORT, capsys=capsys)
+    assert sorted(json.loads(line)["prompt"] for line in out.splitlines()) == ["a\u2028b", "c"]
+    code, out, _ = run("generate", "[/x] [bold]hi[/bold] long enough", "--compare", *SHORT, *SPARSE, capsys=capsys)
+    assert code == 0 and "[/x] [bold]hi[/bold]" in out
+
+
+def test_output_is_json_under_truncation(capsys):
+    arguments = ["--sampling.top_k", "2", "--sampling.top_logprobs", "4"]
+    _, out, _ = run("generate", "abc", *SHORT, *arguments, capsys=capsys)
+    row = json.loads(out, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    assert row["top_logprobs"][0][2:] == [None, None]
+
+
+def test_what_had_finished_is_written_when_a_run_is_interrupted(tmp_path, capsys, monkeypatch):
+    shown = ProgressLine.show
+
+    def interrupt(self, progress):
+        shown(self, progress)
+        if progress.num_finished == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(ProgressLine, "show", interrupt)
+    output = tmp_path / "out.jsonl"
+    arguments = ["--engine.rows", "1", "--sampling.n", "5", "--output", str(output)]
+    code, _, err = run("generate", "abc", *SHORT, *arguments, capsys=capsys)
+    assert code == 130 and "interrupted" in err
+    assert len(output.read_text().splitlines()) == 3
+
+
+def test_a_closed_pipe_is_no_error():
+    command = [sys.executable, "-m", "sparse_rl", "generate", "abc", "--sampling.n", "40", *SHORT]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process.stdout.readline()
+    process.stdout.close()
+    error = process.stderr.read().decode()
+    process.wait()
+    assert "Traceback" not in error and "error" not in error
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("kv: 3\n", "must be a table"),
+        ("sampling: {stop: 3, stop_ids: []}\n", "sampling.stop"),
+        ("sampling: {max_tokens: many}\n", "sampling.max_tokens is 'many'"),
+    ],
+)
+def test_wrong_types_in_a_config_file(text, message, tmp_path, capsys):
+    (tmp_path / "c.yaml").write_text(text)
+    code, _, err = run("generate", "a", "--config", str(tmp_path / "c.yaml"), capsys=capsys)
+    assert code == 2 and message in err and len(err.strip().splitlines()) == 1
 
 
 def test_unknown_keys_in_a_config_file(tmp_path, capsys):

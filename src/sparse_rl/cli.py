@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import json
+import math
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -55,12 +57,18 @@ def main(arguments: list[str] | None = None) -> None:
         fail(f"unknown command {arguments[0]!r}; the commands are {', '.join(commands)}.")
     try:
         commands[arguments[0]](arguments[1:])
-    except (ValueError, OSError) as error:
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader had enough; leave without a word, and without Python's own at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except OSError as error:
+        fail(f"{error.filename}: {error.strerror}; check the path." if error.filename else str(error))
+    except ValueError as error:
         fail(" ".join(str(error).split()))
     except FloatingPointError as error:
         fail(str(error), code=1)
     except KeyboardInterrupt:
-        sys.exit(130)
+        fail("interrupted; what had finished was written.", code=130)
 
 
 def fail(message: str, code: int = 2) -> None:
@@ -82,16 +90,18 @@ def generate(arguments: list[str]) -> None:
     output = _open_output(settings.output)
     try:
         loaded = load(settings.model, dtype=_dtype(settings.dtype), device=settings.device)
-        prompts = [_prompt(row, loaded) for row in rows]
+        prompts = [_prompt(row, i, loaded) for i, row in enumerate(rows)]
         if settings.compare:
             _compare(loaded, policy, sampling, config, prompts, output)
         else:
+
+            def write(rollout: Rollout) -> None:
+                print(json.dumps(_record(rollout, loaded), allow_nan=False), file=output or sys.stdout, flush=True)
+
             with ProgressLine() as line:
-                rollouts = Engine(loaded, policy, config).generate(prompts, sampling, on_step=line.show)
-            for rollout in rollouts:
-                print(json.dumps(_record(rollout, loaded)), file=output or sys.stdout)
+                Engine(loaded, policy, config).generate(prompts, sampling, on_step=line.show, on_rollout=write)
     except BaseException:
-        if output is not None and output.tell() == 0:
+        if output is not None and Path(settings.output).is_file() and output.tell() == 0:
             Path(settings.output).unlink()  # nothing was written: leave no empty file behind
         raise
     finally:
@@ -110,7 +120,11 @@ def _generate_parser() -> ArgumentParser:
             return text  # keep the examples' lines
 
     parser = ArgumentParser(
-        prog="sparse-rl generate", description=GENERATE, formatter_class=Formatter, exit_on_error=False
+        prog="sparse-rl generate",
+        description=GENERATE,
+        formatter_class=Formatter,
+        exit_on_error=False,
+        allow_abbrev=False,
     )
     parser.add_argument("prompt", nargs="*", default=[], help="prompts")
     parser.add_argument("--config", action="config", help="YAML file with any of these settings")
@@ -121,9 +135,7 @@ def _generate_parser() -> ArgumentParser:
     parser.add_argument("--dtype", type=str | None, default=None, help="float32, bfloat16, float16 or float64")
     parser.add_argument("--device", type=str, default="cpu", help="cpu, cuda, cuda:1, ...")
     parser.add_argument("--output", type=str | None, default=None, help="JSONL file to write instead of stdout")
-    parser.add_argument(
-        "--compare", type=bool, nargs="?", const=True, default=False, help="show dense and sparse side by side"
-    )
+    parser.add_argument("--compare", action="store_true", help="show dense and sparse side by side")
     add_kv_section(parser)
     add_section(parser, "sampling", Sampling)
     add_section(parser, "engine", EngineConfig)
@@ -146,52 +158,67 @@ def _read_prompts(settings: Namespace) -> list[Any]:
     if settings.prompt:
         if settings.prompts:
             raise ValueError("prompts were given both as arguments and with --prompts; use one.")
-        return list(settings.prompt)
+        return [settings.prompt] if isinstance(settings.prompt, str) else list(settings.prompt)
     if settings.prompts in (None, "-"):
-        if sys.stdin.isatty():
+        if sys.stdin is None or sys.stdin.isatty():
             raise ValueError("no prompt; give one as an argument, with --prompts FILE, or on standard input.")
         name, text = "standard input", sys.stdin.read()
     else:
-        name, text = settings.prompts, Path(settings.prompts).read_text()
-    lines = [line for line in text.splitlines() if line.strip()]
+        name = settings.prompts
+        try:
+            text = Path(name).read_text(encoding="utf-8-sig")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{name} is not a text file in UTF-8 (byte {error.start}); convert it.") from error
+    # Lines end at a newline only: other separators may stand inside a prompt.
+    lines = [(number, line.rstrip("\r")) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
     if not lines:
         raise ValueError(f"{name} has no prompts; write one a line.")
-    if not (name.endswith(".jsonl") or lines[0].lstrip().startswith("{")):
-        return lines
+    if not (name.endswith(".jsonl") or lines[0][1].lstrip().startswith("{")):
+        return [line for _, line in lines]
     rows = []
-    for number, line in enumerate(lines, start=1):
+    for number, line in lines:
         try:
             row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"line {number} of {name} is not JSON ({error.msg}); mend or remove it.") from error
+        except (json.JSONDecodeError, RecursionError) as error:
+            raise ValueError(f"line {number} of {name} is not JSON ({error}); mend or remove it.") from error
         if not isinstance(row, dict) or not isinstance(row.get("prompt"), str | list):
             raise ValueError(f'line {number} of {name} has no "prompt" that is a string or a list of messages.')
         rows.append(row["prompt"])
     return rows
 
 
-def _prompt(row: Any, loaded: LoadedModel) -> Prompt:
+def _prompt(row: Any, index: int, loaded: LoadedModel) -> Prompt:
     from sparse_rl.types import Prompt
 
-    if isinstance(row, str):
-        return Prompt(ids=tuple(loaded.tokenizer(row).input_ids), text=row)
-    if loaded.tokenizer.chat_template is None:
+    chat = not isinstance(row, str)
+    if chat and loaded.tokenizer.chat_template is None:
         raise ValueError("a prompt is a list of messages, but the model has no chat template; give it as a string.")
-    text = str(loaded.tokenizer.apply_chat_template(row, tokenize=False, add_generation_prompt=True))
-    return Prompt(ids=tuple(loaded.tokenizer(text, add_special_tokens=False).input_ids), text=text)
+    try:
+        text = row
+        if chat:
+            text = str(loaded.tokenizer.apply_chat_template(row, tokenize=False, add_generation_prompt=True))
+        ids = loaded.tokenizer(text, add_special_tokens=not chat).input_ids
+    except Exception as error:  # a template's own complaint, or text that is not Unicode
+        what = "the model's chat template refuses" if chat else "the tokenizer cannot read"
+        raise ValueError(f"prompt {index}: {what} it ({type(error).__name__}: {error}); mend it.") from error
+    return Prompt(ids=tuple(ids), text=text, columns={"index": index})
 
 
 def _open_output(path: str | None) -> Any:
     if path is None:
         return None
-    if Path(path).exists():
-        raise ValueError(f"{path} exists and is not overwritten; choose another --output or remove it.")
-    return open(path, "x")
+    if not path or Path(path).is_file() or Path(path).is_dir():
+        raise ValueError(f"--output {path!r} exists and is not overwritten; choose another name or remove it.")
+    return open(path, "w")
 
 
 def _record(rollout: Rollout, loaded: LoadedModel, **more: Any) -> dict[str, Any]:
     """A rollout as one JSON object."""
+    top_logprobs = None
+    if rollout.top_logprobs is not None:  # a token that truncation left out has no log-prob
+        top_logprobs = [[v if v > -math.inf else None for v in row] for row in rollout.top_logprobs.tolist()]
     return {
+        "index": rollout.prompt.columns["index"],
         "prompt": rollout.prompt.text,
         "sample": rollout.sample,
         "completion": loaded.tokenizer.decode(rollout.token_ids),
@@ -199,9 +226,10 @@ def _record(rollout: Rollout, loaded: LoadedModel, **more: Any) -> dict[str, Any
         "token_ids": rollout.token_ids.tolist(),
         "sampler_logprobs": rollout.sampler_logprobs.tolist(),
         **({} if rollout.top_ids is None else {"top_ids": rollout.top_ids.tolist()}),
-        **({} if rollout.top_logprobs is None else {"top_logprobs": rollout.top_logprobs.tolist()}),
+        **({} if top_logprobs is None else {"top_logprobs": top_logprobs}),
         "kv": {
             "saved_frac": rollout.kv.saved_frac,
+            "hybrid_saved_frac": rollout.kv.hybrid_saved_frac,
             "peak_entries": rollout.kv.peak,
             "peak_bytes": rollout.kv.peak_bytes,
             "num_compressions": rollout.kv.num_compressions,
@@ -230,6 +258,8 @@ def _compare(loaded: LoadedModel, policy: Any, sampling: Any, config: Any, promp
         )
     if sampling.top_p < 1.0 or sampling.top_k is not None:
         raise ValueError("--compare needs the whole distribution; leave out sampling.top_p and sampling.top_k.")
+    if sampling.top_logprobs:
+        raise ValueError("--compare asks for the log-probs it needs; leave out sampling.top_logprobs.")
     exact = loaded.vocab_size <= EXACT_VOCABULARY
     sampling = replace(sampling, top_logprobs=loaded.vocab_size if exact else TOP_LOGPROBS)
     with ProgressLine() as line:

@@ -27,15 +27,20 @@ def add_section(parser: ArgumentParser, name: str, component: type) -> None:
     hints, texts = get_type_hints(component), field_texts(component)
     for field in fields(component):
         assert field.default is not MISSING, f"{component.__name__}.{field.name} needs a default"
-        item = tuple_item(hints[field.name])
-        several = {"type": item, "nargs": "*"} if item else {"type": hints[field.name]}
-        group.add_argument(f"--{name}.{field.name}", default=field.default, help=texts[field.name], **several)
+        default = list(field.default) if isinstance(field.default, tuple) else field.default
+        group.add_argument(
+            f"--{name}.{field.name}", type=one_or_several(hints[field.name]), default=default, help=texts[field.name]
+        )
 
 
 def build_section(component: type[C], section: Namespace) -> C:
     """The component's settings; it checks them itself."""
-    given = section.as_dict()
-    return component(**{key: tuple(value) if isinstance(value, list) else value for key, value in given.items()})
+    several = [name for name, hint in get_type_hints(component).items() if one_or_several(hint) is not hint]
+    given = _settings(section)
+    for name in several:
+        if given[name] is not None:
+            given[name] = tuple(given[name]) if isinstance(given[name], list) else (given[name],)
+    return component(**given)
 
 
 def add_kv_section(parser: ArgumentParser) -> None:
@@ -55,15 +60,23 @@ def add_kv_section(parser: ArgumentParser) -> None:
 
 def build_kv(section: Namespace) -> KVPolicy:
     """The policy with the settings that were given."""
-    return build_policy(**{key: given for key, given in section.as_dict().items() if given is not None})
+    return build_policy(**{key: given for key, given in _settings(section).items() if given is not None})
 
 
-def tuple_item(hint: Any) -> Any:
-    """X of tuple[X, ...] or tuple[X, ...] | None, else None."""
-    for option in get_args(hint) if isinstance(hint, UnionType) else (hint,):
-        if get_origin(option) is tuple:
-            return get_args(option)[0]
-    return None
+def _settings(section: Namespace) -> dict[str, Any]:
+    if not isinstance(section, Namespace):
+        raise ValueError(f"a section of settings is {section!r}; it must be a table of keys and values.")
+    return section.as_dict()
+
+
+def one_or_several(hint: Any) -> Any:
+    """X | list[X] for tuple[X, ...], so that one value needs no brackets; other hints as they are."""
+    options = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+    if not any(get_origin(option) is tuple for option in options):
+        return hint
+    item: Any = next(get_args(option)[0] for option in options if get_origin(option) is tuple)
+    several = item | list.__class_getitem__(item)
+    return several | None if type(None) in options else several
 
 
 def field_texts(component: type) -> dict[str, str]:

@@ -31,20 +31,27 @@ class Prompt:
 class KVStats:
     """What one rollout's KV cache held, in entries per layer and KV head.
 
-    A decode step's `held` counts the entries its attention had at hand, its own included. `dense` is what
-    transformers' own cache would have held at the same steps: a sliding layer never more than its window.
+    A decode step's `held` counts the entries its attention had at hand, its own included. `full` is what the policy
+    `full` would have held at the same steps, `hybrid` what transformers' own cache would: in a sliding layer never more
+    than the window. Without sliding layers the two are equal.
     """
 
     held: tuple[int, ...]  # one per decode step (the first token comes from the prefill, so T - 1 of them)
-    dense: float  # sum over decode steps
+    full: int  # sum over decode steps
+    hybrid: float  # sum over decode steps, mean over layers
     peak: int  # largest number of entries ever held, prefill included
     peak_bytes: int  # whole pages, with positions and the query ring
     num_compressions: int
 
     @property
     def saved_frac(self) -> float:
-        """1 - (sum over decode steps of entries held) / (the same for a dense cache)."""
-        return 1.0 - sum(self.held) / self.dense if self.dense else 0.0
+        """1 - (sum over decode steps of entries held) / (the same for `full`)."""
+        return 1.0 - sum(self.held) / self.full if self.full else 0.0
+
+    @property
+    def hybrid_saved_frac(self) -> float:
+        """The same against transformers' hybrid cache; negative where that would have held less than this one."""
+        return 1.0 - sum(self.held) / self.hybrid if self.hybrid else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -41,6 +41,17 @@ def test_uniforms_are_uniform_and_independent():
         assert abs(correlation) < 5 / a.numel() ** 0.5
 
 
+def test_a_uniform_that_would_round_to_one_does_not_break_the_draw():
+    """A key whose 59th uniform is the largest there is: the all but certain token 58 is drawn all the same."""
+    key = torch.tensor([673480262790411271])
+    assert uniform_ref(key, 259)[0, 58] == 1.0 - 2.0**-24
+    logits = torch.zeros(1, 259)
+    logits[0, 58] = 50.0
+    for top_k in (None, 1):
+        tokens, logprobs, _, _ = sample_ref(logits, key, temperature=1.0, top_k=top_k)
+        assert tokens.tolist() == [58] and logprobs.item() == pytest.approx(0.0, abs=1e-6)
+
+
 def test_keys_do_not_collide():
     seen = {token_key(request_key(seed, request), i) for seed in range(5) for request in range(40) for i in range(50)}
     assert len(seen) == 5 * 40 * 50

@@ -43,7 +43,14 @@ class FakeRunner:
         self.saved: dict[int, list] = {}
         self.prompt_words: dict[int, list] = {}
         self.num_decodes = 0
+        self.num_calls = 0
         self.num_prefills: dict[int, int] = {}
+
+    def called(self) -> None:
+        """Fail at the n-th call, whichever it is."""
+        self.num_calls += 1
+        if self.num_calls == self.fail_at:
+            raise Interrupt
 
     def logits(self, requests: list[int], salt: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(1000 * salt + sum(requests))
@@ -61,6 +68,7 @@ class FakeRunner:
             self.words[page][slot % size] = word
 
     def prefill(self, held, prompts) -> None:
+        self.called()
         self.pool.check()
         for prompt in held:
             assert len(prompt.holding.pages) == self.pool.pages_for(prompt.prompt_len)
@@ -70,12 +78,14 @@ class FakeRunner:
             self.num_prefills[prompt.prompt_idx] = self.num_prefills.get(prompt.prompt_idx, 0) + 1
 
     def compress_prompts(self, held) -> None:
+        self.called()
         for prompt in held:
             kept = self.prompt_words[prompt.prompt_idx][-self.policy.target(prompt.prompt_len) :]
             self.write(prompt.holding.pages, 0, kept)
             self.prompt_words[prompt.prompt_idx] = kept
 
     def start(self, starts) -> torch.Tensor:
+        self.called()
         self.pool.check()
         for start in starts:
             for source, target in zip(start.sources, start.targets, strict=True):
@@ -91,10 +101,9 @@ class FakeRunner:
         assert self.read(sequence.holding.pages, sequence.num_entries) == self.expected[sequence.request]
 
     def decode(self, running) -> torch.Tensor:
+        self.called()
         self.pool.check()
         self.num_decodes += 1
-        if self.num_decodes == self.fail_at:
-            raise Interrupt
         assert len({sequence.row for sequence in running}) == len(running)
         for sequence in running:
             self.verify(sequence)
@@ -104,16 +113,19 @@ class FakeRunner:
         return self.logits([sequence.request for sequence in running], salt=self.num_decodes + 2)
 
     def compress(self, due) -> None:
+        self.called()
         for sequence in due:
             kept = self.expected[sequence.request][-self.policy.target(sequence.prompt_len) :]
             self.write(sequence.holding.pages, 0, kept)
             self.expected[sequence.request] = kept
 
     def save(self, sequence, pages) -> None:
+        self.called()
         assert not isinstance(self.policy, EvictPolicy), "an evicting sequence was preempted"
         self.saved[sequence.request] = self.read(pages, sequence.num_entries)
 
     def restore(self, sequence) -> None:
+        self.called()
         assert sequence.num_entries == len(self.saved[sequence.request])
         self.write(sequence.holding.pages, 0, self.saved.pop(sequence.request))
 
@@ -137,7 +149,7 @@ def run(policy, prompt_lens, *, n, max_tokens, rows, page_size, spare_pages, max
     sampling = Sampling(n=n, max_tokens=max_tokens, stop_ids=(STOP,), seed=len(prompt_lens))
     prompts = [Prompt(ids=(1,) * length) for length in prompt_lens]
     loaded = SimpleNamespace(shape=SHAPE, tokenizer=None, model=None)
-    loop = Loop(loaded, sampling, prompts, sequences, scheduler, runner, None)
+    loop = Loop(loaded, sampling, prompts, sequences, scheduler, runner, None, None)
     interrupted = False
     try:
         loop.run()
@@ -173,7 +185,7 @@ policies = st.one_of(
     page_size=st.sampled_from([1, 2, 4, 8]),
     spare_pages=st.integers(0, 12),
     max_prefill_tokens=st.sampled_from([1, 16, 1000]),
-    fail_at=st.one_of(st.none(), st.integers(1, 40)),
+    fail_at=st.one_of(st.none(), st.integers(1, 60)),
 )
 @example(  # a pool of one sequence
     policy=Full(),

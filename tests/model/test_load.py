@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 
+import huggingface_hub
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -37,6 +38,12 @@ REFUSED = {
     "no attention interface": ("mpt", {"d_model": 64, "n_heads": 4, "n_layers": 2}, "AttentionInterface"),
     "dropout": ("llama", {"attention_dropout": 0.1}, "attention_dropout = 0.1"),
     "dropout by another name": ("gpt2", {"n_embd": 64, "n_layer": 2, "n_head": 4}, "resid_pdrop = 0.1"),
+    "an encoder": ("bert", {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}, "other logits"),
+    "positions of its own": (
+        "roberta",
+        {"is_decoder": True, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+        "other logits",
+    ),
     "both directions": ("gemma3_text", {"use_bidirectional_attention": True}, "both directions"),
 }
 
@@ -45,6 +52,7 @@ REFUSED = {
 def test_unsupported_models_are_refused(case):
     model_type, settings, message = REFUSED[case]
     config = AutoConfig.for_model(model_type, **{**SMALL, **settings})
+    torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=NAME).eval()
     with pytest.raises(UnsupportedModelError, match=message):
         dry_run(model)
@@ -61,7 +69,7 @@ def test_shape_of_every_family(family):
     }
     assert shape.windows == expected.get(family, (None,) * 4)
     assert shape.entry_bytes == 4 * 2 * (2 * 32 * 4 + 4)
-    assert shape.dense_entries(100) == sum(min(100, w or 100) for w in shape.windows) / 4
+    assert shape.hybrid_entries(100) == sum(min(100, w or 100) for w in shape.windows) / 4
 
 
 def test_a_saved_model_loads_and_samples_alike(tmp_path):
@@ -102,10 +110,12 @@ def test_tiny_models_are_reproducible_and_leave_the_seed_alone():
     [
         ("tiny:gpt9", "no tiny model of family 'gpt9'"),
         ("./nowhere", "neither a folder nor a hub name"),
-        ("nowhere", "neither a folder nor a hub name"),
+        ("no/such/model", "neither a folder nor a hub name"),
+        ("no-such-owner/no-such-model", "no such folder here"),
     ],
 )
-def test_names_that_lead_nowhere(name, message):
+def test_names_that_lead_nowhere(name, message, monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(ValueError, match=message):
         load(name)
 

@@ -101,20 +101,23 @@ def test_kv_statistics_by_hand(policy, tiny, prompts):
     (rollout,) = engine(loaded, policy).generate(prompts(15), Sampling(max_tokens=20, stop_ids=()))
     dense = list(range(16, 35))  # the first decode step holds 15 prompt entries and its own
     held = dense if policy.name == "full" else [*range(16, 28), *range(21, 28)]
-    assert list(rollout.kv.held) == held and rollout.kv.dense == sum(dense)
+    assert list(rollout.kv.held) == held and rollout.kv.full == rollout.kv.hybrid == sum(dense)
     assert rollout.kv.saved_frac == pytest.approx(1 - sum(held) / sum(dense))
     assert rollout.kv.peak == max(held) and rollout.kv.num_compressions == (0 if policy.name == "full" else 2)
     pages = -(-max(held) // 16)
     assert rollout.kv.peak_bytes == pages * 16 * loaded.shape.entry_bytes
 
 
-def test_saved_fraction_of_window_layers_is_against_their_window(tiny, prompts):
+def test_saved_fractions_of_window_layers(tiny, prompts):
     loaded = tiny("mistral")
     (rollout,) = engine(loaded, Streaming(budget=24, interval=8)).generate(
         prompts(30), Sampling(max_tokens=20, stop_ids=())
     )
-    assert rollout.kv.dense == 24 * 19  # transformers keeps 24 entries in every layer
-    assert rollout.kv.saved_frac < 0  # and this cache up to 32
+    held = sum(rollout.kv.held)
+    assert rollout.kv.hybrid == 24 * 19  # transformers keeps 24 entries in every layer
+    assert rollout.kv.full == sum(range(31, 50))
+    assert rollout.kv.saved_frac == pytest.approx(1 - held / sum(range(31, 50)))
+    assert rollout.kv.hybrid_saved_frac == pytest.approx(1 - held / (24 * 19)) and rollout.kv.hybrid_saved_frac < 0
 
 
 def test_evicting_really_frees_memory(tiny, prompts):
@@ -193,7 +196,7 @@ def test_progress_reports_every_step(tiny, prompts):
     assert max(p.num_rows for p in seen) == 2
     assert (seen[-1].num_finished, seen[-1].num_requests, seen[-1].num_tokens) == (3, 3, 90)
     assert seen[-1].held_so_far == sum(sum(r.kv.held) for r in rollouts)
-    assert seen[-1].dense_so_far == sum(r.kv.dense for r in rollouts)
+    assert seen[-1].full_so_far == sum(r.kv.full for r in rollouts)
 
 
 def test_a_context_limit_ends_a_sample(tiny, prompts):

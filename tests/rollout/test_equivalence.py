@@ -64,8 +64,8 @@ def test_rows_do_not_matter_beyond_rounding_in_fp32(policy, tiny, prompts):
             assert best[0] - best[1] < CLOSE_CALL, f"request {request} differs at {same} without a close call"
 
 
-@pytest.mark.parametrize("pages", [9, 14, 30, 200])
-@pytest.mark.parametrize("policy", POLICIES[:3:2], ids=lambda p: p.name)
+@pytest.mark.parametrize("pages", [9, 20])
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda p: p.name)
 def test_pool_size_does_not_matter_in_fp64(policy, pages, tiny, prompts):
     """Small pools preempt dense rows and admit fewer evicting ones; the tokens are the same."""
     loaded = tiny(dtype=torch.float64)
@@ -75,7 +75,7 @@ def test_pool_size_does_not_matter_in_fp64(policy, pages, tiny, prompts):
     roomy = Engine(loaded, policy, EngineConfig(rows=6, page_size=16))
     assert tokens(got) == tokens(roomy.generate(prompts(*LENGTHS), sampling))
     assert engine.stats.peak_pages <= pages
-    assert (engine.stats.num_preemptions > 0) == (policy.name == "full" and pages < 40)
+    assert (engine.stats.num_preemptions > 0) == (policy.name == "full")
     assert roomy.stats.num_prefills == len(LENGTHS), "a group's prompt is prefilled once"
 
 

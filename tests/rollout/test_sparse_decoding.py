@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 from replay import firing_times, replay_logprobs, rollout_visibility, visible_positions
+from slow_policies import cut_margin, keep, rkv_scores, snapkv_scores
 
 from sparse_rl.kv import RKV, SnapKV, Streaming
 from sparse_rl.rollout import Engine, EngineConfig, Sampling
@@ -33,6 +34,55 @@ def test_engine_equals_masked_dense_model(policy, family, tiny, reference, promp
         logprobs = replay_logprobs(model, ids, visible)[0, len(rollout.prompt.ids) - 1 :]
         expected = logprobs.gather(-1, rollout.token_ids.to(ids.device)[:, None])[:, 0].float().cpu()
         torch.testing.assert_close(rollout.sampler_logprobs, expected, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("policy", POLICIES[2:], ids=lambda p: f"{p.name}-{p.budget}")
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_the_engines_own_queries_and_keys_decide_what_is_kept(policy, family, tiny, reference, prompts):
+    """Every firing, recomputed by the slow policies from the queries and keys of the masked dense model.
+
+    Several samples of each prompt through few rows: a ring that is stale, another sequence's, or of other tokens shows.
+    """
+    loaded, model = tiny(family, dtype=torch.float64), reference(family, dtype=torch.float64)
+    engine = Engine(loaded, policy, EngineConfig(rows=3, page_size=16))
+    rollouts = engine.generate(prompts(3, 50), Sampling(max_tokens=70, n=2, stop_ids=()), record_kept=True)
+    for rollout in rollouts:
+        prompt_len, num_tokens = len(rollout.prompt.ids), len(rollout.token_ids)
+        ids = torch.tensor([[*rollout.prompt.ids, *rollout.token_ids.tolist()]], device=model.device)
+        seen: dict = {}
+        replay_logprobs(model, ids, rollout_visibility(rollout, policy, loaded.shape), seen)
+        times = firing_times(prompt_len, num_tokens, policy.target(prompt_len), policy.trigger(prompt_len))
+        for layer_idx, (queries, keys, scale) in seen.items():
+            window = loaded.shape.windows[layer_idx]
+            if window is not None and getattr(policy, "order", "position") == "score":
+                continue  # dead entries stand between live ones there, and the slow policies know no dead entries
+            for head in range(loaded.shape.num_kv_heads):
+                group = queries.shape[0] // keys.shape[0]
+                own_queries = queries[head * group : (head + 1) * group].cpu().numpy()
+                own_keys = keys[head].cpu().numpy()
+                held: list[int] = []
+                for time, kept in zip(times, rollout.kept_positions, strict=True):
+                    start = max(held, default=-1) + 1
+                    held += range(start, time)
+                    # Entries outside a layer's window go first, whatever they are worth.
+                    live = [p for p in held if window is None or time - p < window]
+                    last = own_queries[:, time - policy.window : time]
+                    got = set(kept[layer_idx, head].tolist())
+                    if len(live) > policy.budget:
+                        settings = {"window": policy.window, "scale": scale, "kernel": policy.kernel}
+                        if isinstance(policy, RKV):
+                            settings |= {"lam": policy.lam, "threshold": policy.threshold}
+                        score = rkv_scores if isinstance(policy, RKV) else snapkv_scores
+                        scores = score(own_keys[live], last, **settings)
+                        sinks = frozenset(i for i, p in enumerate(live) if p < policy.sinks)
+                        cut = {"n": len(live), "window": policy.window, "budget": policy.budget, "protected": sinks}
+                        expected = {live[i] for i in keep(scores, **cut)}
+                        lowest, highest = cut_margin(scores, **cut)
+                        for p in got ^ expected:
+                            assert highest - 1e-9 <= scores[live.index(p)] <= lowest + 1e-9, (layer_idx, head, time, p)
+                    else:
+                        assert set(live) <= got
+                    held = kept[layer_idx, head].tolist()
 
 
 def test_streaming_keeps_what_its_definition_says(tiny, prompts):

@@ -6,7 +6,8 @@
     S_ij    = cos(k_i, k_j), S_ii = 0; each row i also zeroes its last j with S_ij > threshold (the first j if none)
     red_j   = softmax_j( mean_i S_ij )                   i and j over all live entries, the window included
 
-Rows may be ragged: `live_BKS` marks the entries that count, and dead ones are as if they were not there.
+Rows may be ragged: `live_BKS` marks the entries that count. Dead ones have no attention and no similarity, but stay
+neighbours in the pooling where entries are stored out of order.
 """
 
 from __future__ import annotations

@@ -65,11 +65,12 @@ def truncate_ref(scaled_BV: torch.Tensor, top_k: int | None, top_p: float) -> to
 
 
 def uniform_ref(keys_B: torch.Tensor, size: int) -> torch.Tensor:
-    """(B, size) fp32 uniforms in (0, 1]; 2^-33 is the smallest, so the exponentials made of them are never 0."""
+    """(B, size) fp32 uniforms from 2^-33 to 1 - 2^-24: the exponentials made of them are finite and never 0."""
     state = keys_B[:, None] + _offsets(size, keys_B.device)
     state = (state ^ _shift(state, 30)) * _signed(MIX_1)
     state = (state ^ _shift(state, 27)) * _signed(MIX_2)
-    return (_shift(state ^ _shift(state, 31), 32).float() + 0.5) * 2.0**-32
+    uniform = (_shift(state ^ _shift(state, 31), 32).float() + 0.5) * 2.0**-32
+    return uniform.clamp(max=1.0 - 2.0**-24)  # the largest words round up to 1
 
 
 def mix(word: int) -> int:

@@ -57,14 +57,14 @@ class EvictPolicy(KVPolicy, ABC):
     protect_prompt: bool = False
 
     def __post_init__(self) -> None:
+        at_least(self, "budget", 1)
         at_least(self, "interval", 1)
         at_least(self, "sinks", 0)
         needed = self.sinks + self.num_queries
-        if self.budget < max(needed, 1):
-            parts = f"sinks {self.sinks} + window {self.num_queries}" if needed else "at least one entry"
+        if self.budget < needed:
             raise ValueError(
-                f"kv.budget is {self.budget}, but the protected entries alone are {max(needed, 1)} ({parts}); "
-                f"raise kv.budget to {max(needed, 1)} or more, or protect less."
+                f"kv.budget is {self.budget}, but the protected entries alone are {needed} (sinks {self.sinks} + "
+                f"window {self.num_queries}); raise kv.budget to {needed} or more, or protect less."
             )
 
     def target(self, prompt_len: N) -> N:
@@ -124,5 +124,5 @@ def select(
 def at_least(policy: KVPolicy, field: str, least: int) -> None:
     """Raise unless a setting of the policy is at least this much."""
     given = getattr(policy, field)
-    if given < least:
-        raise ValueError(f"kv.{field} is {given}; it must be at least {least}.")
+    if not isinstance(given, int) or given < least:
+        raise ValueError(f"kv.{field} is {given}; it must be a whole number, at least {least}.")

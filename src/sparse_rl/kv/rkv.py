@@ -37,6 +37,8 @@ class RKV(SnapKV):
     def __post_init__(self) -> None:
         if not 0.0 <= self.lam <= 1.0:
             raise ValueError(f"kv.lam is {self.lam}; it must lie between 0 and 1.")
+        if not -1.0 <= self.threshold <= 1.0:
+            raise ValueError(f"kv.threshold is {self.threshold}; a cosine lies between -1 and 1.")
         if self.order not in ("position", "score"):
             raise ValueError(f'kv.order is {self.order!r}; choose "position" or "score".')
         SnapKV.__post_init__(self)

@@ -98,9 +98,9 @@ def attention(
             f"{type(module).__name__} has keys of width {key.shape[-1]} and values of width {value.shape[-1]}; "
             "the paged cache needs them equal."
         )
-    if attention_mask is not None and kv is None:
+    if attention_mask is not None and (kv is None or attention_mask.numel()):  # an empty one marks packed rows
         raise UnsupportedModelError(
-            "attention got a mask but no context: packed rows and custom masks need `model(..., kv=PackedRows(...))`."
+            "attention got a mask, which it does not read; packed rows go with `model(..., kv=PackedRows(...))`."
         )
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     if kv is None:

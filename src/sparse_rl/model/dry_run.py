@@ -1,22 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model's attention looks like, and whether ours can stand in for it: found by running one token.
+"""What a model's attention looks like, and whether ours can stand in for it: found by running a few tokens.
 
 The library's own support flags are no test. A model passes if our attention function is called exactly once a layer,
-in order, with plain arguments, and every layer is full or sliding attention.
+in order, with plain arguments, every layer is full or sliding attention, and a few tokens packed twice into one row
+give the logits of the model with its own attention and its own positions.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from transformers import PreTrainedModel
 
-from sparse_rl.model.attention import UnsupportedModelError
+from sparse_rl.model.attention import NAME, PackedRows, UnsupportedModelError, packed_positions
 
 logger = logging.getLogger(__name__)
 
+PROBE_TOKENS = 6
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
@@ -45,7 +49,7 @@ class AttentionShape:
         """The remembered queries of one sequence."""
         return self.num_layers * num_queries * self.num_heads * self.head_dim * self.dtype.itemsize
 
-    def dense_entries(self, context: int) -> float:
+    def hybrid_entries(self, context: int) -> float:
         """Entries a layer that transformers' own cache holds, averaged over layers: sliding ones keep their window."""
         return sum(min(context, window or context) for window in self.windows) / self.num_layers
 
@@ -65,18 +69,13 @@ def dry_run(model: PreTrainedModel) -> AttentionShape:
     if not getattr(config, "is_causal", True) or getattr(config, "use_bidirectional_attention", False):
         raise UnsupportedModelError(f"{name} attends in both directions; sparse_rl needs a causal language model.")
 
+    if not isinstance(getattr(config, "num_hidden_layers", None), int):
+        raise UnsupportedModelError(f"{name} is not one stack of decoder layers; load its text model by itself.")
+
     recorder = _Recorder()
     token = torch.zeros((1, 1), dtype=torch.long, device=model.device)
-    try:
-        with torch.no_grad():
-            model(input_ids=token, position_ids=token, use_cache=False, kv=recorder)
-    except UnsupportedModelError:
-        raise
-    except Exception as error:
-        raise UnsupportedModelError(
-            f"{name} does not run with the attention sparse_rl gives it ({type(error).__name__}: {error}); use a model "
-            "whose attention goes through transformers' AttentionInterface."
-        ) from error
+    with _as_unsupported(name):
+        model(input_ids=token, position_ids=token, use_cache=False, kv=recorder)
     calls = recorder.calls
     if [call.layer_idx for call in calls] != list(range(config.num_hidden_layers)) or not calls:
         raise UnsupportedModelError(
@@ -93,6 +92,7 @@ def dry_run(model: PreTrainedModel) -> AttentionShape:
                 f"{name} layer {call.layer_idx} is {kind} but attends with window {call.window}; sparse_rl cannot tell "
                 "which is meant."
             )
+    check_logits(model)
     return AttentionShape(
         num_heads=calls[0].num_heads,
         num_kv_heads=calls[0].num_kv_heads,
@@ -102,6 +102,48 @@ def dry_run(model: PreTrainedModel) -> AttentionShape:
         dtype=calls[0].dtype,
         device=calls[0].device,
     )
+
+
+def check_logits(model: PreTrainedModel) -> None:
+    """Compare ours with the model's own attention: other masks, other positions, other scales show up here."""
+    name = type(model).__name__
+    ids = torch.arange(PROBE_TOKENS, device=model.device) % model.config.vocab_size
+    boundaries = [0, PROBE_TOKENS, 2 * PROBE_TOKENS]
+    training = model.training
+    model.eval()
+    with _as_unsupported(name):
+        packed = model(
+            input_ids=ids.repeat(2)[None],
+            position_ids=packed_positions(boundaries, model.device),
+            use_cache=False,
+            kv=PackedRows(boundaries),
+            logits_to_keep=torch.arange(PROBE_TOKENS, 2 * PROBE_TOKENS, device=model.device),
+        ).logits[0]
+        model.set_attn_implementation("eager")
+        own = model(input_ids=ids[None], use_cache=False).logits[0]
+    model.set_attn_implementation(NAME)
+    model.train(training)
+    error = float((packed.float() - own.float()).abs().mean() / own.float().std())
+    if not error <= (1e-3 if own.dtype.itemsize >= 4 else 0.1):  # half precision rounds differently at every layer
+        raise UnsupportedModelError(
+            f"{name} gives other logits with its own attention or positions (mean difference {error:.2g} of their "
+            "spread); sparse_rl would sample from the wrong distribution."
+        )
+
+
+@contextmanager
+def _as_unsupported(name: str) -> Iterator[None]:
+    """Whatever a model raises in a dry run is the reason it is refused."""
+    try:
+        with torch.no_grad():
+            yield
+    except UnsupportedModelError:
+        raise
+    except Exception as error:
+        raise UnsupportedModelError(
+            f"{name} does not run with the attention sparse_rl gives it ({type(error).__name__}: {error}); use a "
+            "causal language model whose attention goes through transformers' AttentionInterface."
+        ) from error
 
 
 def check_dropout(model: PreTrainedModel) -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,7 +73,7 @@ def _from_pretrained(name: str, dtype: torch.dtype | None) -> tuple[PreTrainedMo
     folder = Path(name)
     if folder.exists() and not (folder / "config.json").is_file():
         raise ValueError(f"model {name!r} is not a Hugging Face model folder: it has no config.json.")
-    if not folder.exists() and (name.count("/") != 1 or name.startswith((".", "/", "~"))):
+    if not folder.exists() and not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", name):
         raise ValueError(
             f"model {name!r} is neither a folder nor a hub name like 'Qwen/Qwen2.5-1.5B'; "
             f"built in are tiny and tiny:FAMILY with FAMILY one of {', '.join(FAMILIES)}."
@@ -85,7 +86,8 @@ def _from_pretrained(name: str, dtype: torch.dtype | None) -> tuple[PreTrainedMo
         tokenizer = AutoTokenizer.from_pretrained(name)
     except Exception as error:  # whatever the library, the hub or the file system says
         first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ValueError(f"model {name!r} could not be loaded: {first_line}") from error
+        where = "the folder" if folder.exists() else "the hub (there is no such folder here)"
+        raise ValueError(f"model {name!r} could not be loaded from {where}: {first_line}") from error
     if report["missing_keys"]:  # transformers would go on with random weights there
         missing = sorted(report["missing_keys"])
         raise ValueError(

@@ -26,7 +26,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "model_type": "gemma3_text",
         "sliding_window": WINDOW,
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
-        "query_pre_attn_scalar": 32,
+        "query_pre_attn_scalar": 64,  # not the head dim: a scale of its own
         "tie_word_embeddings": False,  # its scaled embedding would only ever repeat the last token
     },
     "olmo2": {"model_type": "olmo2"},

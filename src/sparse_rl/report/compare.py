@@ -18,7 +18,7 @@ def side_by_side(
     tokenizer: PreTrainedTokenizerBase, dense: Rollout, sparse: Rollout, overlap_T: torch.Tensor, *, exact: bool
 ) -> Table:
     """A table of spans of tokens; `summary` goes below it."""
-    table = Table(title=_shorten(sparse.prompt.text), title_justify="left", expand=False)
+    table = Table(title=Text(_shorten(sparse.prompt.text)), title_justify="left", expand=False)
     table.add_column("token", justify="right", style="dim")
     table.add_column("dense")
     table.add_column("sparse")

@@ -42,7 +42,7 @@ class ProgressLine:
 
 def describe(progress: Progress) -> str:
     rate = progress.num_tokens / max(progress.elapsed_s, 1e-9)
-    held = 100 * progress.held_so_far / progress.dense_so_far if progress.dense_so_far else 100.0
+    held = 100 * progress.held_so_far / progress.full_so_far if progress.full_so_far else 100.0
     return (
         f"{progress.num_finished}/{progress.num_requests} done, {progress.num_rows} rows in flight, "
         f"{progress.num_tokens:,} tokens, {rate:,.0f} tok/s, KV held {held:.0f} % of dense, "

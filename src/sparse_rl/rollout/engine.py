@@ -87,13 +87,16 @@ class Engine:
         *,
         record_kept: bool = False,
         on_step: Callable[[Progress], None] | None = None,
+        on_rollout: Callable[[Rollout], None] | None = None,
     ) -> list[Rollout]:
-        """`sampling.n` rollouts of each prompt, in the order of the prompts.
+        """`sampling.n` rollouts of each prompt, in the order of the prompts; `on_rollout` gets each as it ends.
 
         A rollout depends on the prompt, the weights, the settings, the seed and its place in the list; on the other
         requests, the rows and the pool it depends through rounding alone.
         """
         sampling = sampling or Sampling()
+        if isinstance(prompts, str):
+            raise ValueError("prompts is one string; give a list of prompts.")
         inputs = [self._prompt(prompt, i) for i, prompt in enumerate(prompts)]
         self._check(inputs, sampling)
         sequences = [
@@ -113,6 +116,7 @@ class Engine:
             return []
         num_pages = self._num_pages(sequences)
         self._check_fits(num_pages, sequences)
+        cache = self._cache_of(num_pages)
         pool = PagePool(num_pages, self.config.page_size)
         scheduler = Scheduler(
             pool,
@@ -121,10 +125,9 @@ class Engine:
             num_rows=self.config.rows,
             max_prefill_tokens=self.config.max_prefill_tokens,
         )
-        cache = self._cache_of(pool.num_pages)
         runner = Runner(self.loaded.model, cache, self.kv, record_kept=record_kept)
-        loop = Loop(self.loaded, sampling, inputs, sequences, scheduler, runner, on_step)
-        training = self.loaded.model.training
+        loop = Loop(self.loaded, sampling, inputs, sequences, scheduler, runner, on_step, on_rollout)
+        modes = [(module, module.training) for module in self.loaded.model.modules()]
         self.loaded.model.eval()
         try:
             loop.run()
@@ -132,7 +135,8 @@ class Engine:
             cache.clear()
             raise
         finally:
-            self.loaded.model.train(training)
+            for module, training in modes:
+                module.training = training
             scheduler.abort()
             pool.check()
             assert pool.num_used == 0, f"{pool.num_used} pages were not given back"
@@ -160,7 +164,7 @@ class Engine:
         if isinstance(prompt, str):
             prompt = Prompt(ids=tuple(self.loaded.tokenizer(prompt).input_ids), text=prompt)
         elif not isinstance(prompt, Prompt):
-            prompt = Prompt(ids=tuple(prompt))
+            prompt = Prompt(ids=tuple(int(token) for token in prompt))
         if not prompt.ids:
             raise ValueError(f"prompt {index} is empty; give it at least one token.")
         if prompt.max_tokens is not None and prompt.max_tokens < 1:
@@ -180,6 +184,9 @@ class Engine:
                     f"prompt {i} has token ids from {min(prompt.ids)} to {max(prompt.ids)}, but the model has "
                     f"{vocabulary} tokens; use the model's own tokenizer."
                 )
+        for token in sampling.stop_ids or ():
+            if not 0 <= token < vocabulary:
+                raise ValueError(f"sampling.stop_ids has {token}, but the model has {vocabulary} tokens; leave it out.")
         if sampling.top_logprobs > vocabulary:
             raise ValueError(
                 f"sampling.top_logprobs is {sampling.top_logprobs}, but the model has {vocabulary} tokens; "
@@ -206,8 +213,16 @@ class Engine:
                 f"the pool has {num_pages} pages ({num_pages * self._page_bytes} bytes), but prompt {worst.prompt_idx} "
                 f"({worst.prompt_len} tokens, up to {worst.max_tokens} sampled) needs {least}; set "
                 f"engine.pool_pages to at least {least} or engine.pool_bytes to at least {least * self._page_bytes}, "
-                f"or lower {'kv.budget' if isinstance(self.kv, EvictPolicy) else 'sampling.max_tokens'}."
+                f"or {self._smaller(worst)}."
             )
+
+    def _smaller(self, sequence: Sequence) -> str:
+        """What makes a sequence need fewer pages."""
+        if entries_needed(self.kv, sequence) == sequence.prompt_len:
+            return "shorten the prompt"
+        if not isinstance(self.kv, EvictPolicy):
+            return "lower sampling.max_tokens"
+        return "turn off kv.protect_prompt" if self.kv.protect_prompt else "lower kv.budget or kv.interval"
 
     def _pages_needed(self, sequence: Sequence) -> int:
         return -(-entries_needed(self.kv, sequence) // self.config.page_size)
@@ -216,13 +231,20 @@ class Engine:
         """The pool's tensors, kept between calls of the same size."""
         if self.cache is None or self.cache.k.shape[1] != num_pages:
             self.cache = None  # free the old pool before the new one is made
-            self.cache = PagedCache(
-                self.loaded.shape,
-                num_pages=num_pages,
-                page_size=self.config.page_size,
-                num_rows=self.config.rows,
-                num_queries=self.kv.num_queries,
-            )
+            try:
+                self.cache = PagedCache(
+                    self.loaded.shape,
+                    num_pages=num_pages,
+                    page_size=self.config.page_size,
+                    num_rows=self.config.rows,
+                    num_queries=self.kv.num_queries,
+                )
+            except (RuntimeError, MemoryError) as error:
+                raise ValueError(
+                    f"a pool of {num_pages} pages ({num_pages * self._page_bytes} bytes) and the queries of "
+                    f"{self.config.rows} rows cannot be allocated on {self.loaded.shape.device}; give a smaller "
+                    "engine.pool_bytes or fewer engine.rows."
+                ) from error
         return self.cache
 
 

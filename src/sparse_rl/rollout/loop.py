@@ -34,7 +34,7 @@ class Progress:
     num_tokens: int  # sampled so far
     elapsed_s: float
     held_so_far: int  # entries a layer and KV head, summed over all decode steps of all rows
-    dense_so_far: float  # the same for a dense cache
+    full_so_far: int  # the same for a dense cache
     pages_used: int
     num_pages: int
 
@@ -49,6 +49,7 @@ class Loop:
         scheduler: Scheduler,
         runner: Runner,
         on_step: Callable[[Progress], None] | None,
+        on_rollout: Callable[[Rollout], None] | None,
     ) -> None:
         self.shape = loaded.shape
         self.tokenizer = loaded.tokenizer
@@ -59,6 +60,7 @@ class Loop:
         self.scheduler = scheduler
         self.runner = runner
         self.on_step = on_step
+        self.on_rollout = on_rollout
         self.stop_ids = frozenset(stop_ids(loaded.model) if sampling.stop_ids is None else sampling.stop_ids)
         # A stop string of m bytes spans at most m tokens; a few more keep a cut character from hiding it.
         self.stop_tail = max((len(string.encode()) for string in sampling.stop), default=0) + 4
@@ -66,7 +68,7 @@ class Loop:
         self.num_tokens = 0
         self.num_finished = 0
         self.held_so_far = 0
-        self.dense_so_far = 0.0
+        self.full_so_far = 0
         self.began = time.perf_counter()
 
     def run(self) -> None:
@@ -108,11 +110,11 @@ class Loop:
         self.num_steps += 1
         for sequence in running:
             sequence.num_entries += 1
-            dense = self.shape.dense_entries(sequence.context)
             sequence.held.append(sequence.num_entries)
-            sequence.dense += dense
+            sequence.full += sequence.context
+            sequence.hybrid += self.shape.hybrid_entries(sequence.context)
             self.held_so_far += sequence.num_entries
-            self.dense_so_far += dense
+            self.full_so_far += sequence.context
             sequence.peak = max(sequence.peak, sequence.num_entries)
             sequence.peak_pages = max(sequence.peak_pages, scheduler.pool.pages_for(sequence.num_entries))
         if isinstance(policy, EvictPolicy):
@@ -158,6 +160,8 @@ class Loop:
             return
         self.scheduler.finish(sequence)
         self.num_finished += 1
+        if self.on_rollout is not None:
+            self.on_rollout(self.rollout(sequence))
 
     def has_stop_string(self, sequence: Sequence) -> bool:
         text = str(self.tokenizer.decode(sequence.token_ids[-self.stop_tail :]))
@@ -171,7 +175,7 @@ class Loop:
             num_tokens=self.num_tokens,
             elapsed_s=time.perf_counter() - self.began,
             held_so_far=self.held_so_far,
-            dense_so_far=self.dense_so_far,
+            full_so_far=self.full_so_far,
             pages_used=self.scheduler.pool.num_used,
             num_pages=self.scheduler.pool.num_pages,
         )
@@ -188,7 +192,8 @@ class Loop:
             finish_reason=sequence.finish_reason,
             kv=KVStats(
                 held=tuple(sequence.held),
-                dense=sequence.dense,
+                full=sequence.full,
+                hybrid=sequence.hybrid,
                 peak=sequence.peak,
                 peak_bytes=sequence.peak_pages * self.scheduler.pool.page_size * self.shape.entry_bytes
                 + self.shape.query_bytes(self.policy.num_queries),

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+LOWEST_TEMPERATURE = 1e-4  # below it logits overflow, and it is greedy in all but name
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
@@ -35,11 +37,17 @@ class Sampling:
         for field, least in (("n", 1), ("max_tokens", 1), ("top_logprobs", 0)):
             if getattr(self, field) < least:
                 raise ValueError(f"sampling.{field} is {getattr(self, field)}; it must be at least {least}.")
-        if not 0.0 <= self.temperature < float("inf"):
-            raise ValueError(f"sampling.temperature is {self.temperature}; it must be 0 (greedy) or positive.")
+        if self.temperature != 0.0 and not LOWEST_TEMPERATURE <= self.temperature < float("inf"):
+            raise ValueError(
+                f"sampling.temperature is {self.temperature}; it must be 0 (greedy) or at least {LOWEST_TEMPERATURE}."
+            )
         if not 0.0 < self.top_p <= 1.0:
             raise ValueError(f"sampling.top_p is {self.top_p}; it must lie in (0, 1], 1 being off.")
         if self.top_k is not None and self.top_k < 1:
             raise ValueError(f"sampling.top_k is {self.top_k}; it must be at least 1, or left out.")
+        if isinstance(self.stop, str):
+            raise ValueError(f"sampling.stop is the string {self.stop!r}; give a tuple of strings.")
+        if not 0 <= self.seed < 1 << 63:
+            raise ValueError(f"sampling.seed is {self.seed}; it must lie between 0 and 2^63 - 1.")
         if any(not string for string in self.stop):
             raise ValueError("sampling.stop has an empty string, which would stop every sample at once; remove it.")
