@@ -17,6 +17,7 @@ POLICIES = [
     SnapKV(budget=16, interval=8, window=4),
     RKV(budget=24, interval=9, sinks=2),
     RKV(budget=16, interval=8, window=8, order="score"),
+    SnapKV(budget=20, interval=3, window=8),  # fires before the remembered queries are all new
 ]
 
 
