@@ -13,8 +13,10 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import shlex
 import statistics
 import subprocess
+import sys
 import time
 
 import torch
@@ -25,6 +27,8 @@ from sparse_rl.model.load import LoadedModel, load
 from sparse_rl.model.tiny import tiny_model
 from sparse_rl.rollout import Engine, EngineConfig, Sampling
 from sparse_rl.types import Prompt
+
+SEED = 0
 
 
 def time_engine(
@@ -85,7 +89,7 @@ def main() -> None:
 
     loaded = load("tiny")
     baseline = tiny_model("llama", attn_implementation="sdpa")
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(SEED)
     prompts = [
         torch.randint(0, 256, (int(n),), generator=generator).tolist()
         for n in torch.randint(16, 65, (args.prompts,), generator=generator)
@@ -124,14 +128,13 @@ def main() -> None:
     if args.output:
         commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
         record = {
-            "command": "python benchmarks/rollout.py",
+            "command": shlex.join(["python", *sys.argv]),
             "commit": commit,
             "hardware": f"{cpu_name()}, {torch.get_num_threads()} threads",
             "torch": torch.__version__,
             "transformers": transformers.__version__,
             "parameters": sum(p.numel() for p in baseline.parameters()),
-            "prompts": args.prompts,
-            "rows": args.rows,
+            "settings": {**vars(args), "seed": SEED},
             "results": results,
         }
         with open(args.output, "w") as file:

@@ -5,15 +5,18 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import subprocess
 import sys
 
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from sparse_rl import cli
 from sparse_rl.cli import main
 from sparse_rl.model.tiny import tiny_model, tiny_tokenizer
 from sparse_rl.report.progress import ProgressLine
+from sparse_rl.rollout import Engine
 
 SHORT = ["--sampling.stop_ids", "[]", "--sampling.max_tokens", "12"]
 SPARSE = ["--kv.policy", "rkv", "--kv.budget", "16", "--kv.interval", "8"]
@@ -55,7 +58,8 @@ def test_prompts_from_a_text_file_jsonl_and_stdin(tmp_path, capsys, monkeypatch)
 def test_chat_messages_use_the_models_template(tmp_path, capsys):
     tiny_model().save_pretrained(tmp_path / "model")
     tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
+    turns = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    tokenizer.chat_template = turns + "{% if add_generation_prompt %}assistant:{% endif %}"
     tokenizer.save_pretrained(tmp_path / "model")
     (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": [{"role": "user", "content": "hi"}]}) + "\n")
     arguments = ["generate", "--prompts", str(tmp_path / "a.jsonl"), *SHORT]
@@ -81,6 +85,34 @@ def test_compare_shows_both_and_the_overlap_of_every_token(tmp_path, capsys):
     assert row["overlap"][0] == pytest.approx(1.0, abs=1e-5), "the first token comes from the dense prefill"
     assert min(row["overlap"]) < 0.99
     assert "overlap_upper" not in row, "exact on a small vocabulary"
+    peaks = re.search(r"peak (\d+) entries against (\d+)", out)
+    assert int(peaks[1]) < int(peaks[2]), "the other side is dense"
+
+
+def test_compare_of_a_large_vocabulary_gives_bounds(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(cli, "EXACT_VOCABULARY", 10)
+    output = tmp_path / "out.jsonl"
+    arguments = ["a prompt of more than sixteen tokens", "--sampling.temperature", "0.5", "--output", str(output)]
+    _, out, _ = run("generate", *arguments, "--compare", *SHORT, *SPARSE, capsys=capsys)
+    row = json.loads(output.read_text())
+    assert "lower bound" in out
+    assert all(a <= b for a, b in zip(row["overlap"], row["overlap_upper"], strict=True))
+    assert row["overlap_upper"][0] == pytest.approx(1.0, abs=1e-4), "the same temperature on both sides"
+    assert row["dense_logprobs"][0] == pytest.approx(row["sampler_logprobs"][0], abs=1e-4)
+
+
+def test_logits_that_are_not_finite_exit_with_1(capsys, monkeypatch):
+    def fail(*args, **kwargs):
+        raise FloatingPointError("not finite")
+
+    monkeypatch.setattr(Engine, "generate", fail)
+    code, _, err = run("generate", "a", capsys=capsys)
+    assert code == 1 and "not finite" in err
+
+
+def test_dtype_is_used(capsys):
+    rows = [json.loads(run("generate", "abc", "--dtype", d, *SHORT, capsys=capsys)[1]) for d in ("float32", "bfloat16")]
+    assert rows[0]["sampler_logprobs"] != rows[1]["sampler_logprobs"]
 
 
 def test_settings_from_a_file_and_flags_over_it(tmp_path, capsys):

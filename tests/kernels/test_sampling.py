@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sparse_rl.kernels.sampling import GOLDEN, WORD, mix, request_key, sample_ref, token_key, uniform_ref
+from sparse_rl.kernels.sampling import GOLDEN, WORD, mix, request_key, sample_ref, token_key, truncate_ref, uniform_ref
 
 
 def keys(count: int, seed: int = 0) -> torch.Tensor:
@@ -109,3 +109,14 @@ def test_half_precision_logits_are_scored_in_fp32():
     assert logprobs.dtype == torch.float32
     expected = torch.log_softmax(logits.double(), -1).gather(-1, tokens[:, None])[:, 0]
     torch.testing.assert_close(logprobs.double(), expected, atol=1e-5, rtol=0)
+
+
+def test_the_smallest_uniform_is_not_zero():
+    before_zero = (1 << 64) - GOLDEN  # the key whose first state is 0, which mixes to 0
+    assert mix(0) == 0
+    assert uniform_ref(torch.tensor([before_zero]), 1).item() == 2.0**-33
+
+
+def test_top_p_stops_where_the_mass_is_reached_exactly():
+    kept = truncate_ref(torch.tensor([[0.5, 0.25, 0.25]]).log(), None, 0.5).isfinite()
+    assert kept.tolist() == [[True, False, False]]

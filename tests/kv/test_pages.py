@@ -246,3 +246,22 @@ def test_check_finds_damage():
     pool.counts[holding.pages[0]] = 2
     with pytest.raises(AssertionError, match="counts"):
         pool.check()
+
+
+def test_preempted_sequences_come_back_oldest_first_and_before_new_ones():
+    pool = PagePool(6, 4)
+    sequences = [Sequence(request=i, prompt_idx=i, prompt_len=4, max_tokens=9) for i in range(4)]
+    scheduler = Scheduler(pool, Full(), sequences, num_rows=3, max_prefill_tokens=100)
+    assert len(scheduler.prefill()) == 3
+    assert [start.sequence.request for start in scheduler.start()] == [0, 1, 2]
+    for sequence in sequences[:3]:
+        sequence.num_entries = 4
+    assert scheduler.make_room() == []  # each takes one of the three pages left
+    for sequence in sequences[:3]:
+        sequence.num_entries = 8
+    assert [sequence.request for sequence, _ in scheduler.make_room()] == [2]  # the youngest makes room for the others
+    assert [sequence.request for sequence in scheduler.preempted] == [2]
+    assert scheduler.prefill() == [] and scheduler.start() == [], "nothing new while one is out"
+    scheduler.finish(sequences[0])
+    scheduler.finish(sequences[1])
+    assert [sequence.request for sequence in scheduler.resume()] == [2]

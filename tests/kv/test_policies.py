@@ -81,6 +81,7 @@ CASES = {
         RKV(budget=20, interval=6, window=2, lam=0.5, threshold=0.2, kernel=1),
         RKV(budget=16, interval=8, lam=0.0, protect_prompt=True),
         RKV(budget=24, interval=9, order="score"),
+        RKV(budget=16, interval=8, order="score", protect_prompt=True),
     ],
 }
 

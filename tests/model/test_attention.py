@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import StaticCache
 
-from sparse_rl.model.attention import PackedRows, UnsupportedModelError, attention
+from sparse_rl.model.attention import PackedRows, UnsupportedModelError, attention, attention_mask
 from sparse_rl.model.tiny import FAMILIES
 
 
@@ -84,3 +84,16 @@ def test_harmless_keywords_pass():
         torch.nn.Identity(), **inputs, attention_mask=None, scaling=1.0, position_ids=torch.arange(3), softcap=None
     )
     assert out.shape == (1, 3, 2, 8) and weights is None
+
+
+def test_masks_a_model_adds_are_refused():
+    with pytest.raises(UnsupportedModelError, match="adds its own mask"):
+        attention_mask(q_length=2, kv_length=2, use_vmap=True)
+
+
+def test_without_a_scale_it_is_one_over_the_root_of_the_width():
+    generator = torch.Generator().manual_seed(0)
+    inputs = {name: torch.randn(1, 2, 3, 8, generator=generator) for name in ("query", "key", "value")}
+    default, _ = attention(torch.nn.Identity(), **inputs, attention_mask=None)
+    given, _ = attention(torch.nn.Identity(), **inputs, attention_mask=None, scaling=8**-0.5)
+    torch.testing.assert_close(default, given)

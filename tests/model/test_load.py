@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from sparse_rl.model.attention import NAME, UnsupportedModelError
-from sparse_rl.model.dry_run import dry_run
+from sparse_rl.model.dry_run import _Recorder, dry_run
 from sparse_rl.model.load import load, stop_ids
 from sparse_rl.model.tiny import FAMILIES, WINDOW, tiny_model, tiny_tokenizer
 
@@ -153,3 +153,22 @@ def test_rotations_that_depend_on_the_batch_are_warned_of(caplog):
     with caplog.at_level(logging.WARNING):
         dry_run(tiny_model("llama", rope_parameters=rope))
     assert "dynamic" in caplog.text
+
+
+def test_layers_that_are_not_what_the_config_says_are_refused():
+    model = tiny_model("gemma3")
+    model.config.layer_types = ["full_attention"] * 4
+    with pytest.raises(UnsupportedModelError, match="cannot tell which"):
+        dry_run(model)
+
+
+def test_layers_of_different_shape_are_refused(monkeypatch):
+    model = tiny_model()
+    attend = _Recorder.attend
+
+    def uneven(self, layer_idx, q, k, v, **settings):
+        return attend(self, layer_idx, q, k[:, : 1 + layer_idx % 2], v[:, : 1 + layer_idx % 2], **settings)
+
+    monkeypatch.setattr(_Recorder, "attend", uneven)
+    with pytest.raises(UnsupportedModelError, match="different head counts"):
+        dry_run(model)

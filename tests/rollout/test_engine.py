@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from sparse_rl.kv import RKV, Full, SnapKV, Streaming
 from sparse_rl.rollout import Engine, EngineConfig, Sampling
+from sparse_rl.rollout.loop import Loop
 from sparse_rl.types import Prompt
 
 
@@ -85,6 +87,8 @@ def test_seeds(tiny, prompts):
     other = [r.token_ids.tolist() for r in engine(loaded).generate(prompts(5, 5), Sampling(max_tokens=12, n=2, seed=2))]
     assert first == again and first != other
     assert first[0] != first[1], "samples of one prompt differ"
+    twins = engine(loaded).generate([prompts(5)[0]] * 2, Sampling(max_tokens=12))
+    assert twins[0].token_ids.tolist() != twins[1].token_ids.tolist(), "so do equal prompts"
 
 
 def test_torchs_own_random_state_is_untouched(tiny, prompts):
@@ -159,7 +163,9 @@ def test_a_call_that_raises_leaves_the_pool_whole(tiny, prompts):
 
         with pytest.raises(KeyboardInterrupt):
             sampler.generate(prompts(5, 9), sampling, on_step=interrupt)
-        assert not sampler.cache.k.any(), "what was written is forgotten"
+        cache = sampler.cache
+        for tensor in (cache.k, cache.v, cache.positions, cache.queries):
+            assert not tensor.any(), "what was written is forgotten"
         assert [r.token_ids.tolist() for r in sampler.generate(prompts(5, 9), sampling)] == expected
 
 
@@ -179,8 +185,10 @@ def test_logits_that_are_not_finite_raise_and_poison_nothing(tiny, prompts):
 def test_training_mode_and_gradients_are_left_as_they_were(tiny, prompts):
     model = tiny().model
     model.train()
-    engine(tiny()).generate(prompts(5), Sampling(max_tokens=5))
-    assert model.training
+    model.model.layers[0].eval()
+    modes = []
+    engine(tiny()).generate(prompts(5), Sampling(max_tokens=5), on_step=lambda _: modes.append(model.training))
+    assert not any(modes) and model.training and not model.model.layers[0].training
     model.eval()
     ids = torch.tensor(prompts(8), device=model.device)
     model(ids, use_cache=False).logits.sum().backward()
@@ -254,3 +262,35 @@ def test_bad_sampling_is_named(settings, message):
 def test_bad_engine_settings_are_named(settings, message):
     with pytest.raises(ValueError, match=message):
         EngineConfig(**settings)
+
+
+def test_bytes_count_pages_prefill_and_the_remembered_queries(tiny, prompts):
+    loaded = tiny()
+    page, ring = 16 * loaded.shape.entry_bytes, 4 * 8 * 4 * 32 * 4  # layers, window, heads, width, bytes
+    sampler = engine(loaded, RKV(budget=16, interval=8))
+    (rollout,) = sampler.generate(prompts(40), Sampling(max_tokens=10, stop_ids=()))
+    assert rollout.kv.peak_bytes == 3 * page + ring
+    assert sampler.stats.peak_bytes == 3 * page + 4 * ring
+    (rollout,) = engine(loaded, Streaming(budget=20, interval=10)).generate(prompts(100), Sampling(max_tokens=3))
+    assert rollout.kv.peak_bytes == 7 * page
+
+
+def test_a_prompt_of_exactly_the_budget_is_not_compressed(tiny, prompts):
+    (rollout,) = engine(tiny(), Streaming(budget=20, interval=10)).generate(
+        prompts(20), Sampling(max_tokens=2, stop_ids=())
+    )
+    assert rollout.kv.num_compressions == 0
+
+
+@pytest.mark.parametrize("stop", [("é" * 8,), ("z", "abcdefghijkl")])
+def test_the_tail_searched_covers_the_longest_stop_string(stop, tiny):
+    scheduler = SimpleNamespace(policy=Full())
+    loop = Loop(tiny(), Sampling(stop=stop, stop_ids=()), [], [], scheduler, None, None, None)
+    ids = list(("qq" + stop[-1]).encode())
+    assert loop.has_stop_string(SimpleNamespace(token_ids=ids))
+    assert not loop.has_stop_string(SimpleNamespace(token_ids=ids[:-1]))
+
+
+def test_one_string_is_not_a_list_of_prompts(tiny):
+    with pytest.raises(ValueError, match="give a list"):
+        engine(tiny()).generate("Once")

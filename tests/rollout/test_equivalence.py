@@ -11,6 +11,7 @@ from sparse_rl.kv import RKV, Full, SnapKV, Streaming
 from sparse_rl.model.attention import PackedRows, packed_positions
 from sparse_rl.model.tiny import FAMILIES
 from sparse_rl.rollout import Engine, EngineConfig, Sampling
+from sparse_rl.rollout.runner import Runner
 from sparse_rl.score import score
 
 POLICIES = [Full(), Streaming(budget=16, interval=9), SnapKV(budget=16, interval=9), RKV(budget=16, interval=9)]
@@ -106,3 +107,34 @@ def test_scores_do_not_depend_on_packing(tiny, prompts):
         torch.testing.assert_close(a.dense_logprobs, c.dense_logprobs, atol=1e-4, rtol=0)
         torch.testing.assert_close(b.dense_logprobs, c.dense_logprobs, atol=1e-4, rtol=0)
         torch.testing.assert_close(a.at_top_ids, c.at_top_ids, atol=1e-4, rtol=0)
+
+
+def test_preemption_of_window_layers_in_fp64(tiny, prompts):
+    """What comes back from host memory has its positions, which window layers mask by."""
+    loaded = tiny("mistral", dtype=torch.float64)
+    sampling = Sampling(max_tokens=90, n=3, seed=2, stop_ids=())
+    engine = Engine(loaded, Full(), EngineConfig(rows=6, page_size=16, pool_pages=14))
+    got = engine.generate(prompts(*LENGTHS), sampling)
+    assert engine.stats.num_preemptions > 0
+    assert tokens(got) == tokens(Engine(loaded, Full(), EngineConfig(rows=6)).generate(prompts(*LENGTHS), sampling))
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.7])
+def test_scores_use_the_samplers_temperature(temperature, tiny, prompts):
+    loaded = tiny()
+    rollouts = Engine(loaded, Full()).generate(
+        prompts(5, 30), Sampling(max_tokens=30, temperature=temperature, stop_ids=())
+    )
+    for rollout, dense in zip(rollouts, score(loaded.model, rollouts, temperature=temperature), strict=True):
+        assert (dense.dense_logprobs - rollout.sampler_logprobs).abs().max() <= 1e-4
+
+
+def test_prefill_keeps_to_its_limit(tiny, prompts, monkeypatch):
+    sizes = []
+    prefill = Runner.prefill
+    monkeypatch.setattr(
+        Runner, "prefill", lambda self, held, p: (sizes.append([h.prompt_len for h in held]), prefill(self, held, p))[1]
+    )
+    config = EngineConfig(rows=16, page_size=16, max_prefill_tokens=30)
+    Engine(tiny(), Full(), config).generate(prompts(*LENGTHS), Sampling(max_tokens=3, stop_ids=()))
+    assert sizes == [[3, 25], [17, 8], [40]]

@@ -9,7 +9,7 @@ from replay import firing_times, replay_logprobs, rollout_visibility, visible_po
 from slow_policies import cut_margin, keep, rkv_scores, snapkv_scores
 
 from sparse_rl.kv import RKV, SnapKV, Streaming
-from sparse_rl.rollout import Engine, EngineConfig, Sampling
+from sparse_rl.rollout import Engine, EngineConfig, Sampling, runner
 
 POLICIES = [
     Streaming(budget=20, interval=7),
@@ -169,3 +169,30 @@ def test_importance_ratios_on_a_model_small_enough_to_enumerate(tiny, reference)
     for values, expected in ((xi[row], mean_xi), (xi[row].clamp(max=1.0), mean_min)):
         error = values.std(0) / num_samples**0.5
         assert ((values.mean(0) - expected).abs() <= 4 * error + 1e-9).all()
+
+
+def test_entries_a_window_layer_can_still_see_are_live(tiny, prompts, monkeypatch):
+    """At the first firing after 60 tokens, a layer of window w counts the last w - 1: the next token is its w-th."""
+    loaded, seen = tiny("gemma3"), []
+    importance = Streaming.importance
+    monkeypatch.setattr(Streaming, "importance", lambda self, e: (seen.append(e), importance(self, e))[1])
+    engine = Engine(loaded, Streaming(budget=30, interval=8), EngineConfig(rows=2, page_size=16))
+    engine.generate(prompts(60, 60), Sampling(max_tokens=2, stop_ids=()))
+    positions, live = seen[0].positions_BKS, seen[0].live_BKS
+    for layer_idx, window in enumerate(loaded.shape.windows):
+        for row in (2 * layer_idx, 2 * layer_idx + 1):
+            expected = list(range(60 - window + 1 if window else 0, 60))
+            assert positions[row, 0][live[row, 0]].tolist() == expected
+
+
+def test_many_rows_are_compressed_in_chunks(tiny, prompts, monkeypatch):
+    loaded = tiny(dtype=torch.float64)
+
+    def run():
+        engine = Engine(loaded, SnapKV(budget=16, interval=9), EngineConfig(rows=5, page_size=16))
+        rollouts = engine.generate(prompts(30, 30, 30, 30, 30), Sampling(max_tokens=30, stop_ids=()))
+        return [(r.token_ids.tolist(), r.kv) for r in rollouts]
+
+    expected = run()
+    monkeypatch.setattr(runner, "COMPRESS_ENTRIES", 2 * 4 * 30)  # two rows of four layers at a time
+    assert run() == expected
