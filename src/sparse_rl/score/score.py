@@ -13,6 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from sparse_rl.model.attention import PackedRows, packed_positions
+from sparse_rl.score.head import Head
 from sparse_rl.types import Rollout
 
 
@@ -27,14 +28,15 @@ def score(
     model: PreTrainedModel, rollouts: list[Rollout], *, temperature: float = 1.0, max_tokens: int = 8192
 ) -> list[DenseScores]:
     """Dense scores of each rollout, in order, packed into forwards of at most `max_tokens` (or one rollout)."""
+    head = Head(model)
     scores: list[DenseScores] = []
     for batch in _batches(rollouts, max_tokens):
-        scores += _score(model, batch, temperature)
+        scores += _score(head, batch, temperature)
     return scores
 
 
-def _score(model: PreTrainedModel, rollouts: list[Rollout], temperature: float) -> list[DenseScores]:
-    device = model.device
+def _score(head: Head, rollouts: list[Rollout], temperature: float) -> list[DenseScores]:
+    device = head.model.device
     boundaries, ids = [0], []
     predicting: list[int] = []
     for rollout in rollouts:
@@ -42,27 +44,24 @@ def _score(model: PreTrainedModel, rollouts: list[Rollout], temperature: float) 
         ids += [*rollout.prompt.ids, *rollout.token_ids.tolist()]
         predicting += range(start + prompt_len - 1, start + prompt_len + num_tokens - 1)
         boundaries.append(len(ids))
-    logits_TV = model(
-        input_ids=torch.tensor(ids, device=device)[None],
-        position_ids=packed_positions(boundaries, device),
-        use_cache=False,
-        kv=PackedRows(boundaries),
-        logits_to_keep=torch.tensor(predicting, device=device),
-    ).logits[0]
-
-    scores, start = [], 0
-    for rollout in rollouts:
-        stop = start + len(rollout.token_ids)
-        logprobs_TV = torch.log_softmax(logits_TV[start:stop].float() / (temperature or 1.0), dim=-1)
-        top_ids = rollout.top_ids
-        scores.append(
-            DenseScores(
-                dense_logprobs=logprobs_TV.gather(-1, rollout.token_ids.to(device)[:, None])[:, 0].cpu(),
-                at_top_ids=None if top_ids is None else logprobs_TV.gather(-1, top_ids.to(device)).cpu(),
-            )
-        )
-        start = stop
-    return scores
+    inputs = {
+        "input_ids": torch.tensor(ids, device=device)[None],
+        "position_ids": packed_positions(boundaries, device),
+        "use_cache": False,
+        "kv": PackedRows(boundaries),
+    }
+    top_ids = [rollout.top_ids for rollout in rollouts if rollout.top_ids is not None]
+    scores = head(
+        inputs,
+        torch.tensor(predicting, device=device),
+        torch.cat([rollout.token_ids for rollout in rollouts]).to(device),
+        temperature=temperature or 1.0,
+        at_ids=torch.cat(top_ids).to(device) if top_ids else None,
+    )
+    lengths = [len(rollout.token_ids) for rollout in rollouts]
+    logprobs = scores.logprobs.cpu().split(lengths)
+    at_top = [None] * len(rollouts) if scores.at_ids is None else scores.at_ids.cpu().split(lengths)
+    return [DenseScores(dense_logprobs=a, at_top_ids=b) for a, b in zip(logprobs, at_top, strict=True)]
 
 
 def _batches(rollouts: list[Rollout], max_tokens: int) -> Iterator[list[Rollout]]:
