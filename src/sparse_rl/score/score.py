@@ -1,19 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the dense model says of sampled tokens: one packed forward over prompts and completions, full cache.
+"""What the dense model says of sampled tokens: packed forwards over prompts and completions, full cache.
 
 The temperature is the sampler's, the vocabulary is whole, so `dense_logprobs - sampler_logprobs` is log xi.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from transformers import PreTrainedModel
 
-from sparse_rl.model.attention import PackedRows, packed_positions
-from sparse_rl.score.head import Head
+from sparse_rl.score.head import Head, TokenScores
+from sparse_rl.score.pack import Microbatch, pack
 from sparse_rl.types import Rollout
 
 
@@ -23,56 +22,30 @@ class DenseScores:
     at_top_ids: torch.Tensor | None  # (T, k) fp32, at the rollout's own top ids
 
 
+def score_microbatch(head: Head, microbatch: Microbatch, temperature: float) -> TokenScores:
+    """Scores of a microbatch's completion tokens on the model's device: the learner's with gradient, else the dense."""
+    device = head.model.device
+    return head(
+        microbatch.inputs(device),
+        microbatch.predicting.to(device),
+        microbatch.token_ids.to(device),
+        temperature=temperature or 1.0,  # greedy reports its log-prob at temperature 1
+        at_ids=None if microbatch.top_ids is None else microbatch.top_ids.to(device),
+    )
+
+
 @torch.no_grad()
 def score(
     model: PreTrainedModel, rollouts: list[Rollout], *, temperature: float = 1.0, max_tokens: int = 8192
 ) -> list[DenseScores]:
-    """Dense scores of each rollout, in order, packed into forwards of at most `max_tokens` (or one rollout)."""
+    """Dense scores of each rollout, in order."""
     head = Head(model)
-    scores: list[DenseScores] = []
-    for batch in _batches(rollouts, max_tokens):
-        scores += _score(head, batch, temperature)
-    return scores
-
-
-def _score(head: Head, rollouts: list[Rollout], temperature: float) -> list[DenseScores]:
-    device = head.model.device
-    boundaries, ids = [0], []
-    predicting: list[int] = []
-    for rollout in rollouts:
-        start, prompt_len, num_tokens = boundaries[-1], len(rollout.prompt.ids), len(rollout.token_ids)
-        ids += [*rollout.prompt.ids, *rollout.token_ids.tolist()]
-        predicting += range(start + prompt_len - 1, start + prompt_len + num_tokens - 1)
-        boundaries.append(len(ids))
-    inputs = {
-        "input_ids": torch.tensor(ids, device=device)[None],
-        "position_ids": packed_positions(boundaries, device),
-        "use_cache": False,
-        "kv": PackedRows(boundaries),
-    }
-    top_ids = [rollout.top_ids for rollout in rollouts if rollout.top_ids is not None]
-    scores = head(
-        inputs,
-        torch.tensor(predicting, device=device),
-        torch.cat([rollout.token_ids for rollout in rollouts]).to(device),
-        temperature=temperature or 1.0,
-        at_ids=torch.cat(top_ids).to(device) if top_ids else None,
-    )
-    lengths = [len(rollout.token_ids) for rollout in rollouts]
-    logprobs = scores.logprobs.cpu().split(lengths)
-    at_top = [None] * len(rollouts) if scores.at_ids is None else scores.at_ids.cpu().split(lengths)
-    return [DenseScores(dense_logprobs=a, at_top_ids=b) for a, b in zip(logprobs, at_top, strict=True)]
-
-
-def _batches(rollouts: list[Rollout], max_tokens: int) -> Iterator[list[Rollout]]:
-    batch: list[Rollout] = []
-    size = 0
-    for rollout in rollouts:
-        length = len(rollout.prompt.ids) + len(rollout.token_ids)
-        if batch and size + length > max_tokens:
-            yield batch
-            batch, size = [], 0
-        batch.append(rollout)
-        size += length
-    if batch:
-        yield batch
+    scores: dict[int, DenseScores] = {}
+    for microbatch in pack(rollouts, max_tokens):
+        tokens = score_microbatch(head, microbatch, temperature)
+        lengths = [len(rollouts[i].token_ids) for i in microbatch.indices]
+        logprobs = tokens.logprobs.cpu().split(lengths)
+        at_top = [None] * len(lengths) if tokens.at_ids is None else tokens.at_ids.cpu().split(lengths)
+        for i, dense, at in zip(microbatch.indices, logprobs, at_top, strict=True):
+            scores[i] = DenseScores(dense_logprobs=dense, at_top_ids=at)
+    return [scores[i] for i in range(len(rollouts))]
