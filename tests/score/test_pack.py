@@ -7,10 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparse_rl.score.pack import pack
+from sparse_rl.score.pack import flatten, pack
 from sparse_rl.types import KVStats, Prompt, Rollout
 
 STATS = KVStats(held=(), dense=0.0, peak=0, peak_bytes=0, num_compressions=0)
+CPU = torch.device("cpu")
 
 
 def rollout(prompt_len: int, num_tokens: int, start: int = 0) -> Rollout:
@@ -27,26 +28,31 @@ def rollout(prompt_len: int, num_tokens: int, start: int = 0) -> Rollout:
 
 
 def test_the_docstrings_example():
-    (microbatch,) = pack([rollout(2, 2), rollout(1, 1, start=7)], max_tokens=100)
+    rollouts = [rollout(2, 2), rollout(1, 1, start=7)]
+    (microbatch,) = pack(rollouts, max_tokens=100)
     assert microbatch.ids.tolist() == [1000, 1001, 0, 1, 1000, 7]
     assert microbatch.boundaries == [0, 4, 6]
     assert microbatch.predicting.tolist() == [1, 2, 4]
-    assert microbatch.token_ids.tolist() == [0, 1, 7]
-    assert microbatch.rows.tolist() == [0, 0, 1]
+    assert microbatch.tokens.tolist() == [0, 1, 2]
+    completions = flatten(rollouts, CPU)
+    assert completions.token_ids.tolist() == [0, 1, 7] and completions.rows.tolist() == [0, 0, 1]
 
 
 @given(
     sizes=st.lists(st.tuples(st.integers(1, 20), st.integers(1, 30)), min_size=1, max_size=20),
     max_tokens=st.integers(1, 80),
+    data=st.data(),
 )
 @settings(max_examples=100, deadline=None)
-def test_every_rollout_is_packed_once_within_the_budget(sizes, max_tokens):
+def test_every_chosen_rollout_is_packed_once_within_the_budget(sizes, max_tokens, data):
     rollouts = [rollout(p, n, start=100 * i) for i, (p, n) in enumerate(sizes)]
-    microbatches = pack(rollouts, max_tokens)
-    assert sorted(i for m in microbatches for i in m.indices) == list(range(len(sizes)))
+    chosen = data.draw(st.lists(st.sampled_from(range(len(sizes))), unique=True))
+    completions = flatten(rollouts, CPU)
+    microbatches = pack(rollouts, max_tokens, chosen)
+    assert sorted(i for m in microbatches for i in m.indices) == sorted(chosen)
     for m in microbatches:
-        assert len(m.ids) <= max_tokens or m.num_rows == 1
-        assert m.token_ids.tolist() == [t for i in m.indices for t in rollouts[i].token_ids.tolist()]
-        assert (m.ids[m.predicting + 1] == m.token_ids).all()
+        assert len(m.ids) <= max_tokens or len(m.indices) == 1
+        assert (m.ids[m.predicting + 1] == completions.token_ids[m.tokens]).all()
+        assert set(completions.rows[m.tokens].tolist()) == set(m.indices)
+        assert len(m.tokens) == sum(len(rollouts[i].token_ids) for i in m.indices)
         assert m.boundaries[-1] == len(m.ids)
-        assert torch.bincount(m.rows).tolist() == [len(rollouts[i].token_ids) for i in m.indices]

@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from sparse_rl.score.head import Head, TokenScores
-from sparse_rl.score.pack import Microbatch, pack
+from sparse_rl.score.pack import Completions, Microbatch, flatten, pack
 from sparse_rl.types import Rollout
 
 
@@ -22,15 +22,16 @@ class DenseScores:
     at_top_ids: torch.Tensor | None  # (T, k) fp32, at the rollout's own top ids
 
 
-def score_microbatch(head: Head, microbatch: Microbatch, temperature: float) -> TokenScores:
-    """Scores of a microbatch's completion tokens on the model's device: the learner's with gradient, else the dense."""
-    device = head.model.device
+def score_microbatch(head: Head, completions: Completions, microbatch: Microbatch, temperature: float) -> TokenScores:
+    """Scores of a microbatch's tokens: the learner's, with gradient where it is enabled, else the dense ones."""
+    device = completions.rows.device
+    tokens = microbatch.tokens.to(device)
     return head(
         microbatch.inputs(device),
         microbatch.predicting.to(device),
-        microbatch.token_ids.to(device),
+        completions.token_ids[tokens],
         temperature=temperature or 1.0,  # greedy reports its log-prob at temperature 1
-        at_ids=None if microbatch.top_ids is None else microbatch.top_ids.to(device),
+        at_ids=None if completions.top_ids is None else completions.top_ids[tokens],
     )
 
 
@@ -38,14 +39,19 @@ def score_microbatch(head: Head, microbatch: Microbatch, temperature: float) -> 
 def score(
     model: PreTrainedModel, rollouts: list[Rollout], *, temperature: float = 1.0, max_tokens: int = 8192
 ) -> list[DenseScores]:
-    """Dense scores of each rollout, in order."""
-    head = Head(model)
-    scores: dict[int, DenseScores] = {}
+    """Dense scores of each rollout, in order, from forwards of at most `max_tokens` (or one rollout)."""
+    head, completions = Head(model), flatten(rollouts, model.device)
+    logprobs = torch.zeros_like(completions.sampler_logprobs)
+    at_top = None if completions.top_logprobs is None else torch.zeros_like(completions.top_logprobs)
     for microbatch in pack(rollouts, max_tokens):
-        tokens = score_microbatch(head, microbatch, temperature)
-        lengths = [len(rollouts[i].token_ids) for i in microbatch.indices]
-        logprobs = tokens.logprobs.cpu().split(lengths)
-        at_top = [None] * len(lengths) if tokens.at_ids is None else tokens.at_ids.cpu().split(lengths)
-        for i, dense, at in zip(microbatch.indices, logprobs, at_top, strict=True):
-            scores[i] = DenseScores(dense_logprobs=dense, at_top_ids=at)
-    return [scores[i] for i in range(len(rollouts))]
+        scores = score_microbatch(head, completions, microbatch, temperature)
+        logprobs[microbatch.tokens] = scores.logprobs
+        if at_top is not None and scores.at_ids is not None:
+            at_top[microbatch.tokens] = scores.at_ids
+    lengths = [len(rollout.token_ids) for rollout in rollouts]
+    per_rollout = logprobs.cpu().split(lengths)
+    top_per_rollout = [None] * len(rollouts) if at_top is None else at_top.cpu().split(lengths)
+    return [
+        DenseScores(dense_logprobs=dense, at_top_ids=top)
+        for dense, top in zip(per_rollout, top_per_rollout, strict=True)
+    ]
