@@ -1,9 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far the sampler is from the dense model. Pure functions of log-probs."""
+"""How far the sampler is from the dense model. Pure functions of log-probs.
+
+Everything is reduced over all tokens the sampler chose, never over survivors. Where only some rollouts were scored,
+each carries the inverse of its chance of being scored as a weight.
+"""
 
 from __future__ import annotations
 
+import math
+
 import torch
+
+from sparse_rl.objective.correction import MAX_LOG_RATIO, sum_rows
+
+CATASTROPHIC = 1e-4  # xi below this: the dense model finds the token all but impossible
+QUANTILES = {"p01": 0.01, "p05": 0.05, "p50": 0.5, "p99": 0.99}
 
 
 def overlap_bounds(
@@ -17,3 +28,49 @@ def overlap_bounds(
     lower = torch.minimum(p, q).sum(dim=-1)
     left_over = torch.minimum(1.0 - q.sum(dim=-1), 1.0 - p.sum(dim=-1)).clamp(min=0.0)
     return lower.clamp(max=1.0), (lower + left_over).clamp(max=1.0)
+
+
+def diagnose(
+    log_xi: torch.Tensor,  # (T,)
+    mask: torch.Tensor,  # (T,) bool
+    rows: torch.Tensor,  # (T,)
+    row_weights: torch.Tensor,  # (R,) 1 over each rollout's chance of being scored
+    overlap: torch.Tensor | None = None,  # (T,)
+) -> dict[str, float]:
+    """The `mismatch/*` metrics; `sparse_rl.metrics` defines each."""
+    num_rows = len(row_weights)
+    raw, rows = log_xi[mask].double(), rows[mask]
+    row_weights = row_weights.double()
+    weights = row_weights[rows]
+    log_ratio = raw.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    xi = log_ratio.exp()
+
+    def mean(values: torch.Tensor) -> float:
+        return float((values * weights).sum() / weights.sum())
+
+    lowest_R = torch.full((num_rows,), math.inf, dtype=torch.float64).scatter_reduce(0, rows, raw, "amin")
+    present_R = sum_rows(torch.ones_like(raw), rows, num_rows) > 0
+    metrics = {
+        "mismatch/kl": mean(-log_ratio),
+        "mismatch/k3": mean(xi - log_ratio - 1.0),
+        "mismatch/ess_frac": float((weights * xi).sum() ** 2 / ((weights * xi * xi).sum() * weights.sum())),
+        "mismatch/catastrophic_frac": mean((raw < math.log(CATASTROPHIC)).double()),
+        "mismatch/lowest_log_xi_mean": float((lowest_R * row_weights)[present_R].sum() / row_weights[present_R].sum()),
+    }
+    for name, value in zip(QUANTILES, weighted_quantiles(xi, weights, list(QUANTILES.values())), strict=True):
+        metrics[f"mismatch/xi_{name}"] = value
+    if overlap is not None:
+        shared = overlap[mask].double()
+        metrics["mismatch/overlap_mean"] = mean(shared)
+        metrics["mismatch/overlap_p05"], metrics["mismatch/overlap_p01"] = weighted_quantiles(
+            shared, weights, [0.05, 0.01]
+        )
+    return metrics
+
+
+def weighted_quantiles(values: torch.Tensor, weights: torch.Tensor, at: list[float]) -> list[float]:
+    """The smallest value with at least a fraction `at` of the weight at or below it."""
+    ordered, index = values.sort()
+    mass = weights[index].cumsum(0) / weights.sum()
+    where = torch.searchsorted(mass, torch.tensor(at, dtype=mass.dtype) - 1e-12).clamp(max=len(values) - 1)
+    return ordered[where].tolist()

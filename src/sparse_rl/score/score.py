@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the dense model says of sampled tokens: one packed forward over prompts and completions, full cache.
+"""What the dense model says of sampled tokens: packed forwards over prompts and completions, full cache.
 
 The temperature is the sampler's, the vocabulary is whole, so `dense_logprobs - sampler_logprobs` is log xi.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from transformers import PreTrainedModel
 
-from sparse_rl.model.attention import PackedRows, packed_positions
+from sparse_rl.score.head import Head, TokenScores
+from sparse_rl.score.pack import Completions, Microbatch, flatten, pack
 from sparse_rl.types import Rollout
 
 
@@ -22,58 +22,36 @@ class DenseScores:
     at_top_ids: torch.Tensor | None  # (T, k) fp32, at the rollout's own top ids
 
 
+def score_microbatch(head: Head, completions: Completions, microbatch: Microbatch, temperature: float) -> TokenScores:
+    """Scores of a microbatch's tokens: the learner's, with gradient where it is enabled, else the dense ones."""
+    device = completions.rows.device
+    tokens = microbatch.tokens.to(device)
+    return head(
+        microbatch.inputs(device),
+        microbatch.predicting.to(device),
+        completions.token_ids[tokens],
+        temperature=temperature or 1.0,  # greedy reports its log-prob at temperature 1
+        at_ids=None if completions.top_ids is None else completions.top_ids[tokens],
+    )
+
+
 @torch.no_grad()
 def score(
     model: PreTrainedModel, rollouts: list[Rollout], *, temperature: float = 1.0, max_tokens: int = 8192
 ) -> list[DenseScores]:
-    """Dense scores of each rollout, in order, packed into forwards of at most `max_tokens` (or one rollout)."""
-    scores: list[DenseScores] = []
-    for batch in _batches(rollouts, max_tokens):
-        scores += _score(model, batch, temperature)
-    return scores
-
-
-def _score(model: PreTrainedModel, rollouts: list[Rollout], temperature: float) -> list[DenseScores]:
-    device = model.device
-    boundaries, ids = [0], []
-    predicting: list[int] = []
-    for rollout in rollouts:
-        start, prompt_len, num_tokens = boundaries[-1], len(rollout.prompt.ids), len(rollout.token_ids)
-        ids += [*rollout.prompt.ids, *rollout.token_ids.tolist()]
-        predicting += range(start + prompt_len - 1, start + prompt_len + num_tokens - 1)
-        boundaries.append(len(ids))
-    logits_TV = model(
-        input_ids=torch.tensor(ids, device=device)[None],
-        position_ids=packed_positions(boundaries, device),
-        use_cache=False,
-        kv=PackedRows(boundaries),
-        logits_to_keep=torch.tensor(predicting, device=device),
-    ).logits[0]
-
-    scores, start = [], 0
-    for rollout in rollouts:
-        stop = start + len(rollout.token_ids)
-        logprobs_TV = torch.log_softmax(logits_TV[start:stop].float() / (temperature or 1.0), dim=-1)
-        top_ids = rollout.top_ids
-        scores.append(
-            DenseScores(
-                dense_logprobs=logprobs_TV.gather(-1, rollout.token_ids.to(device)[:, None])[:, 0].cpu(),
-                at_top_ids=None if top_ids is None else logprobs_TV.gather(-1, top_ids.to(device)).cpu(),
-            )
-        )
-        start = stop
-    return scores
-
-
-def _batches(rollouts: list[Rollout], max_tokens: int) -> Iterator[list[Rollout]]:
-    batch: list[Rollout] = []
-    size = 0
-    for rollout in rollouts:
-        length = len(rollout.prompt.ids) + len(rollout.token_ids)
-        if batch and size + length > max_tokens:
-            yield batch
-            batch, size = [], 0
-        batch.append(rollout)
-        size += length
-    if batch:
-        yield batch
+    """Dense scores of each rollout, in order, from forwards of at most `max_tokens` (or one rollout)."""
+    head, completions = Head(model), flatten(rollouts, model.device)
+    logprobs = torch.zeros_like(completions.sampler_logprobs)
+    at_top = None if completions.top_logprobs is None else torch.zeros_like(completions.top_logprobs)
+    for microbatch in pack(rollouts, max_tokens):
+        scores = score_microbatch(head, completions, microbatch, temperature)
+        logprobs[microbatch.tokens] = scores.logprobs
+        if at_top is not None and scores.at_ids is not None:
+            at_top[microbatch.tokens] = scores.at_ids
+    lengths = [len(rollout.token_ids) for rollout in rollouts]
+    per_rollout = logprobs.cpu().split(lengths)
+    top_per_rollout = [None] * len(rollouts) if at_top is None else at_top.cpu().split(lengths)
+    return [
+        DenseScores(dense_logprobs=dense, at_top_ids=top)
+        for dense, top in zip(per_rollout, top_per_rollout, strict=True)
+    ]

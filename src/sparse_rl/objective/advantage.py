@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From rewards to advantages, one number a rollout. All rollouts of a group count, rejected ones included."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import torch
+
+Estimator = Literal["grpo", "dr_grpo", "rloo", "remax"]
+STD_EPS = 1e-6
+
+
+def advantages(
+    rewards_R: torch.Tensor,
+    groups_R: torch.Tensor,  # which group each rollout belongs to, 0 .. num_groups - 1
+    estimator: Estimator,
+    greedy_rewards_G: torch.Tensor | None = None,  # remax: reward of each group's greedy rollout
+) -> torch.Tensor:
+    """A_i, (R,) fp32.
+
+    grpo     (r - mean) / (std + 1e-6) of the group, std with n - 1
+    dr_grpo  r - mean
+    rloo     r - mean of the others
+    remax    r - reward of the greedy rollout of the same prompt
+    """
+    if estimator not in get_args(Estimator):
+        raise ValueError(f"advantage {estimator!r} is unknown; choose one of {', '.join(get_args(Estimator))}.")
+    rewards_R = rewards_R.float()
+    if estimator == "remax":
+        if greedy_rewards_G is None:
+            raise ValueError("advantage 'remax' needs the reward of a greedy rollout of every prompt.")
+        return rewards_R - greedy_rewards_G.float()[groups_R]
+    num_groups = int(groups_R.max()) + 1
+    size_G = torch.bincount(groups_R, minlength=num_groups).float()
+    mean_G = torch.zeros(num_groups).index_add(0, groups_R, rewards_R) / size_G.clamp(min=1)
+    centred_R = rewards_R - mean_G[groups_R]
+    if estimator == "dr_grpo":
+        return centred_R
+    if estimator == "rloo":  # r - (sum - r) / (n - 1) = (r - mean) * n / (n - 1)
+        return centred_R * (size_G / (size_G - 1).clamp(min=1))[groups_R]
+    variance_G = torch.zeros(num_groups).index_add(0, groups_R, centred_R**2) / (size_G - 1).clamp(min=1)
+    return centred_R / (variance_G.sqrt() + STD_EPS)[groups_R]

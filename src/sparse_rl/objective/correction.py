@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What to do about the gap between the sampler and the dense model: weights, dropped tokens, rejected rollouts.
+
+    xi_t = pi_old(o_t) / pi_sparse(o_t)        both at the weights of the rollout; log_xi comes in, nothing else
+
+Token weights ignore how likely the prefix was, and rejection cuts the support: none of this is unbiased. Log-ratios are
+clamped to +-20 before `exp`, so a weight is finite; the veto reads the raw one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+MAX_LOG_RATIO = 20.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Correction:
+    """How log_xi becomes weights; each field is a choice of its own, presets name combinations.
+
+    weight: multiply a token's loss by the ratio
+    level: whose ratio is weighed and bounded: the token's, the sequence's product, or its geometric mean
+    lower: ratios below this are out of bounds
+    upper: ratios above this are out of bounds
+    action: out of bounds: "truncate" the weight to the bound, or "mask" the token (or the sequence, by level)
+    veto: reject a rollout if any of its tokens has xi below this
+    normalize: divide weights by their mean over all tokens of the optimiser batch
+    denominator: "fixed" counts dropped tokens and rollouts, "surviving" counts a rollout's kept tokens only
+    """
+
+    weight: bool = True
+    level: Literal["token", "sequence", "geometric"] = "token"
+    lower: float | None = None
+    upper: float | None = None
+    action: Literal["truncate", "mask"] = "truncate"
+    veto: float | None = None
+    normalize: bool = False
+    denominator: Literal["fixed", "surviving"] = "fixed"
+
+    def __post_init__(self) -> None:
+        if self.lower is not None and self.upper is not None and self.lower > self.upper:
+            raise ValueError(f"correction.lower is {self.lower}, above correction.upper {self.upper}; swap them.")
+        if self.veto is not None and self.veto < 0:
+            raise ValueError(f"correction.veto is {self.veto}; it must be 0 or more.")
+
+    @property
+    def needs_batch(self) -> bool:
+        """Whether a microbatch's loss depends on the rest of the batch, so that scores must come first."""
+        return self.normalize or self.denominator == "surviving"
+
+
+PRESETS: dict[str, Correction] = {
+    "none": Correction(weight=False),
+    "sparse_rl": Correction(veto=1e-4),
+    "sparse_rl_release": Correction(
+        lower=0.5, upper=1.5, action="mask", veto=1e-4, normalize=True, denominator="surviving"
+    ),
+    "reject_only": Correction(weight=False, veto=1e-4),
+    "reweight_only": Correction(),
+    "tis": Correction(upper=2.0),
+    "icepop": Correction(lower=0.5, upper=5.0, action="mask"),
+    "geometric": Correction(weight=False, level="geometric", lower=0.999, upper=1.001, action="mask"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Corrected:
+    """T packed completion tokens of R rollouts."""
+
+    weight: torch.Tensor  # (T,) fp32, multiplies the token's loss; 0 where it was dropped
+    kept: torch.Tensor  # (T,) bool
+    accepted: torch.Tensor  # (R,) bool: not rejected as a whole
+
+
+def correct(
+    log_xi: torch.Tensor,  # (T,) dense_logprobs - sampler_logprobs
+    mask: torch.Tensor,  # (T,) bool, tokens the sampler chose
+    rows: torch.Tensor,  # (T,) which rollout a token belongs to
+    num_rows: int,
+    correction: Correction,
+) -> Corrected:
+    """Weights, kept tokens and accepted rollouts."""
+    log_xi = torch.where(mask, log_xi.detach().float(), 0.0)
+    count_R = sum_rows(mask.float(), rows, num_rows)
+    log_ratio = log_xi
+    if correction.level != "token":
+        total_R = sum_rows(log_xi, rows, num_rows)
+        log_ratio = (total_R if correction.level == "sequence" else total_R / count_R.clamp(min=1))[rows]
+    ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+    accepted = torch.ones(num_rows, dtype=torch.bool, device=log_xi.device)
+    if correction.veto is not None:
+        # A plain comparison, so that a nan vetoes.
+        vetoed = mask & ~(log_xi >= torch.tensor(correction.veto).log())
+        accepted &= sum_rows(vetoed.float(), rows, num_rows) == 0
+    kept = mask
+    weight = ratio if correction.weight else torch.ones_like(ratio)
+    if correction.upper is not None and correction.weight:
+        weight = weight.clamp(max=correction.upper)
+    if correction.action == "mask":
+        inside = torch.ones_like(mask)
+        if correction.lower is not None:
+            inside &= ratio >= correction.lower
+        if correction.upper is not None:
+            inside &= ratio <= correction.upper
+        if correction.level == "token":
+            kept = kept & inside
+        else:
+            accepted &= sum_rows((mask & ~inside).float(), rows, num_rows) == 0
+    elif correction.lower is not None and correction.weight:
+        weight = weight.clamp(min=correction.lower)
+    if correction.normalize:
+        weight = weight / (torch.where(mask, weight, 0.0).sum() / mask.sum().clamp(min=1)).clamp(min=1e-8)
+    kept = kept & accepted[rows]
+    return Corrected(weight=torch.where(kept, weight, 0.0), kept=kept, accepted=accepted)
+
+
+def sum_rows(values_T: torch.Tensor, rows: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """Sum of each rollout's tokens, (R,)."""
+    return torch.zeros(num_rows, dtype=values_T.dtype, device=values_T.device).index_add(0, rows, values_T)

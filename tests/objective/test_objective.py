@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Advantages, every correction preset and every aggregation against numbers worked out by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from sparse_rl.objective.advantage import advantages
+from sparse_rl.objective.correction import PRESETS, Correction, correct
+from sparse_rl.objective.loss import LossConfig, policy_loss, token_scale
+
+REWARDS, GROUPS = torch.tensor([1.0, 0.0, 0.0, 1.0, 1.0, 1.0]), torch.tensor([0, 0, 0, 0, 1, 1])
+
+
+@pytest.mark.parametrize(
+    ("estimator", "expected"),
+    [
+        # group 0: mean 1/2, squared deviations sum to 1, so std = sqrt(1/3); group 1: all equal
+        ("grpo", [0.5 / 3**-0.5, -0.5 / 3**-0.5, -0.5 / 3**-0.5, 0.5 / 3**-0.5, 0.0, 0.0]),
+        ("dr_grpo", [0.5, -0.5, -0.5, 0.5, 0.0, 0.0]),
+        # the others' mean: 1/3 for a right one, 2/3 for a wrong one
+        ("rloo", [2 / 3, -2 / 3, -2 / 3, 2 / 3, 0.0, 0.0]),
+        ("remax", [0.0, -1.0, -1.0, 0.0, 0.75, 0.75]),
+    ],
+)
+def test_advantages(estimator, expected):
+    got = advantages(REWARDS, GROUPS, estimator, torch.tensor([1.0, 0.25]))
+    torch.testing.assert_close(got, torch.tensor(expected), atol=1e-5, rtol=0)
+
+
+def test_a_group_of_one_has_no_advantage():
+    for estimator in ("grpo", "dr_grpo", "rloo"):
+        assert advantages(torch.tensor([1.0]), torch.tensor([0]), estimator).tolist() == [0.0]
+
+
+def test_unknown_advantage():
+    with pytest.raises(ValueError, match="choose one of"):
+        advantages(REWARDS, GROUPS, "gpo")
+
+
+# Two rollouts: xi = (0.8, 1.6, 0.4) and (1.2, 5e-5, 1.0).
+XI = [0.8, 1.6, 0.4, 1.2, 5e-5, 1.0]
+ROWS = torch.tensor([0, 0, 0, 1, 1, 1])
+MEAN_RELEASE = (0.8 + 1.5 + 0.4 + 1.2 + 5e-5 + 1.0) / 6
+
+BY_HAND = {
+    "none": ([1, 1, 1, 1, 1, 1], [True, True]),
+    "sparse_rl": ([0.8, 1.6, 0.4, 0, 0, 0], [True, False]),
+    "sparse_rl_release": ([0.8 / MEAN_RELEASE, 0, 0, 0, 0, 0], [True, False]),
+    "reject_only": ([1, 1, 1, 0, 0, 0], [True, False]),
+    "reweight_only": (XI, [True, True]),
+    "tis": ([0.8, 1.6, 0.4, 1.2, 5e-5, 1.0], [True, True]),
+    "icepop": ([0.8, 1.6, 0, 1.2, 0, 1.0], [True, True]),
+    # geometric means 0.8 and 0.039: both far outside
+    "geometric": ([0, 0, 0, 0, 0, 0], [False, False]),
+}
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_presets(preset):
+    weight, accepted = BY_HAND[preset]
+    corrected = correct(torch.tensor(XI).log(), torch.ones(6, dtype=torch.bool), ROWS, 2, PRESETS[preset])
+    torch.testing.assert_close(corrected.weight, torch.tensor(weight, dtype=torch.float32), atol=1e-6, rtol=1e-5)
+    assert corrected.accepted.tolist() == accepted
+    assert corrected.kept.tolist() == [w != 0 for w in weight]
+
+
+def test_bounds_truncate_and_mask_at_every_level():
+    log_xi, mask = torch.tensor([0.5, 2.0, 4.0, 0.25]).log(), torch.ones(4, dtype=torch.bool)
+    rows = torch.tensor([0, 0, 1, 1])
+
+    def weights(**fields):
+        return correct(log_xi, mask, rows, 2, Correction(**fields)).weight.tolist()
+
+    assert weights(lower=0.4, upper=1.5) == pytest.approx([0.5, 1.5, 1.5, 0.4])
+    assert weights(level="sequence", upper=1.0) == pytest.approx([1.0, 1.0, 1.0, 1.0])  # both products are 1
+    assert weights(level="geometric", lower=0.9, upper=1.1, action="mask") == pytest.approx([1.0] * 4)
+    assert weights(level="token", lower=0.4, upper=3.0, action="mask") == pytest.approx([0.5, 2.0, 0.0, 0.0])
+
+
+def test_extreme_and_broken_ratios_stay_finite():
+    """Weights are clamped, the veto is not; nan rejects; masked tokens do not matter."""
+    log_xi = torch.tensor([500.0, -500.0, float("nan"), float("nan"), 0.0])
+    mask = torch.tensor([True, True, True, False, True])
+    rows = torch.tensor([0, 1, 2, 3, 3])
+    corrected = correct(log_xi, mask, rows, 4, PRESETS["sparse_rl"])
+    assert corrected.accepted.tolist() == [True, False, False, True]
+    assert corrected.weight.tolist() == pytest.approx([math.exp(20.0), 0.0, 0.0, 0.0, 1.0])
+    assert corrected.weight.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "expected"),
+    [("token_mean", [1 / 4] * 4), ("sequence_mean", [1 / 6, 1 / 6, 1 / 6, 1 / 2]), ("fixed_length", [1 / 20] * 4)],
+)
+def test_token_scale(aggregation, expected):
+    rows = torch.tensor([0, 0, 0, 1])
+    scale = token_scale(torch.ones(4, dtype=torch.bool), rows, 2, aggregation, max_length=10)
+    assert scale.tolist() == pytest.approx(expected)
+
+
+def test_policy_loss_by_hand():
+    # rho = 1.5 with A = 1 is clipped at 1.2; rho = 0.5 with A = -1 is clipped at 0.8; rho = 1 is free.
+    learner = torch.tensor([1.5, 0.5, 1.0]).log().requires_grad_()
+    advantages_T, weight = torch.tensor([1.0, -1.0, 2.0]), torch.tensor([2.0, 1.0, 0.5])
+    output = policy_loss(
+        learner, torch.zeros(3), advantages_T, weight, torch.ones(3, dtype=torch.bool), torch.full((3,), 0.25),
+        torch.tensor([0, 0, 1]), 2, LossConfig(),
+    )  # fmt: skip
+    # -(2 * 1.2 * 1 + 1 * 0.8 * -1 + 0.5 * 1 * 2) / 4 = -0.65
+    assert output.loss.item() == pytest.approx(-0.65)
+    assert output.clipped.tolist() == [True, True, False]
+    output.loss.backward()
+    assert learner.grad.tolist() == pytest.approx([0.0, 0.0, -0.25])
+
+
+def test_dropped_tokens_have_no_gradient_even_if_broken():
+    learner = torch.tensor([0.0, float("nan"), float("inf")], requires_grad=True)
+    weight, rows = torch.tensor([1.0, 0.0, 0.0]), torch.tensor([0, 1, 1])
+    output = policy_loss(
+        learner, torch.zeros(3), torch.ones(3), weight, torch.tensor([True, False, False]), torch.ones(3), rows, 2,
+        LossConfig(),
+    )  # fmt: skip
+    output.loss.backward()
+    assert output.loss.item() == -1.0 and learner.grad.tolist() == [-1.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: Correction(lower=2.0, upper=1.0), "above correction.upper"),
+        (lambda: Correction(veto=-1.0), "correction.veto"),
+        (lambda: LossConfig(clip_low=-0.1), "loss.clip_low"),
+        (lambda: LossConfig(delta=1.1), "loss.delta"),
+    ],
+)
+def test_bad_settings_are_named(build, message):
+    with pytest.raises(ValueError, match=message):
+        build()

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The chunked head gives the module's own log-probs and gradients, and never holds all logits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from sparse_rl.model.attention import PackedRows, packed_positions
+from sparse_rl.model.tiny import FAMILIES, tiny_model
+from sparse_rl.score import head as head_module
+from sparse_rl.score.head import Head
+
+
+def packed(model):
+    boundaries = [0, 9, 20]
+    ids = torch.randint(0, 259, (1, 20), generator=torch.Generator().manual_seed(0)).to(model.device)
+    inputs = {
+        "input_ids": ids,
+        "position_ids": packed_positions(boundaries, model.device),
+        "use_cache": False,
+        "kv": PackedRows(boundaries),
+    }
+    predicting = torch.tensor([3, 4, 5, 6, 7, 12, 15, 18], device=model.device)
+    return inputs, predicting, ids[0, predicting + 1]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_scores_equal_the_modules_own_logits(family, monkeypatch):
+    monkeypatch.setattr(head_module, "CHUNK_LOGITS", 3 * 259)  # chunks of three tokens
+    model = tiny_model(family, dtype=torch.float64)
+    inputs, predicting, tokens = packed(model)
+    expected = torch.log_softmax(model(**inputs).logits[0, predicting] / 0.7, dim=-1)
+    expected_gradient = torch.autograd.grad(expected.gather(-1, tokens[:, None]).sum(), list(model.parameters()))
+    at_ids = torch.arange(5, device=model.device).expand(8, 5)
+    head = Head(model)
+    assert head.scale == 1.0
+    scores = head(inputs, predicting, tokens, temperature=0.7, at_ids=at_ids, num_top=4)
+    torch.testing.assert_close(scores.logprobs, expected.gather(-1, tokens[:, None])[:, 0].float())
+    torch.testing.assert_close(scores.at_ids, expected[:, :5].float())
+    torch.testing.assert_close(scores.top_logprobs, expected.topk(4).values.float())
+    assert (scores.top_ids == expected.topk(4).indices).all()
+    gradient = torch.autograd.grad(scores.logprobs.sum(), list(model.parameters()))
+    for got, wanted in zip(gradient, expected_gradient, strict=True):
+        torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-5)
+
+
+SMALL = {
+    "vocab_size": 259, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("model_type", "settings", "scale"),
+    [
+        ("granite", {"logits_scaling": 8.0}, 0.125),
+        ("cohere", {"logit_scale": 0.25}, 0.25),
+        ("gemma3_text", {"final_logit_softcapping": 2.0, "initializer_range": 0.5}, None),
+    ],
+)
+def test_heads_that_scale_or_cap(model_type, settings, scale):
+    config = AutoConfig.for_model(model_type, **SMALL, **settings)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sparse_rl").eval()
+    head = Head(model)
+    assert head.scale == (None if scale is None else pytest.approx(scale, rel=1e-3))
+    inputs, predicting, tokens = packed(model)
+    with torch.no_grad():
+        expected = torch.log_softmax(model(**inputs).logits[0, predicting], dim=-1).gather(-1, tokens[:, None])[:, 0]
+        torch.testing.assert_close(head(inputs, predicting, tokens).logprobs, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_the_backward_pass_keeps_no_logits(monkeypatch):
+    monkeypatch.setattr(head_module, "CHUNK_LOGITS", 2 * 259)
+    model = tiny_model()
+    inputs, predicting, tokens = packed(model)
+    kept = []
+
+    def note(tensor):
+        if tensor.dtype == torch.float32 and tensor.shape[-1] == 259:
+            kept.append(tensor.shape)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        Head(model)(inputs, predicting, tokens).logprobs.sum()
+    assert kept == []
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        torch.log_softmax(model(**inputs).logits[0, predicting], -1).sum()
+    assert kept, "the check sees logits where they are kept"

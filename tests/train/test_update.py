@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A step's gradient equals the formula written out, however it is packed, scored, skipped or accumulated."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+from sparse_rl.kv import RKV
+from sparse_rl.model.dry_run import dry_run
+from sparse_rl.model.load import LoadedModel
+from sparse_rl.model.tiny import tiny_model, tiny_tokenizer
+from sparse_rl.objective.correction import PRESETS, Correction
+from sparse_rl.objective.loss import LossConfig
+from sparse_rl.rollout import Engine, EngineConfig, Sampling
+from sparse_rl.score import score
+from sparse_rl.score.head import Head
+from sparse_rl.train.master import MasterWeights
+from sparse_rl.train.update import Learner, UpdateConfig, update
+
+MAX_LENGTH, NUM_GROUPS, GROUP = 24, 4, 4
+
+
+@pytest.fixture(scope="module")
+def rollouts():
+    """Sparse rollouts whose xi differ, some far from 1."""
+    model = tiny_model(dtype=torch.float64)
+    loaded = LoadedModel(model=model, tokenizer=tiny_tokenizer(), shape=dry_run(model))
+    generator = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(0, 256, (n,), generator=generator).tolist() for n in (9, 4, 17, 12)]
+    engine = Engine(loaded, RKV(budget=10, interval=4, window=4), EngineConfig(rows=16, page_size=16))
+    return engine.generate(prompts, Sampling(n=GROUP, max_tokens=MAX_LENGTH, top_logprobs=259, stop_ids=(7, 8, 9, 10)))
+
+
+ADVANTAGES = torch.tensor([1.0, -1.0, 0.5, -0.5, 0, 0, 0, 0, 2.0, 0.0, -1.0, -1.0, 0, 0, 0, 0], dtype=torch.float64)
+
+
+def gradient(rollouts, correction, loss=None, *, dense=None, advantages=ADVANTAGES, **settings):
+    """Gradient by name, and the metrics, of one plain gradient step."""
+    model = tiny_model(dtype=torch.float64)
+    masters = MasterWeights(model)
+    before = [p.detach().clone() for p in masters.masters]
+    learner = Learner(Head(model), torch.optim.SGD(masters.masters, lr=1.0), masters)
+    metrics = update(
+        learner,
+        rollouts,
+        advantages,
+        correction,
+        loss or LossConfig(),
+        UpdateConfig(**{"max_grad_norm": 1e9, "max_tokens": 100, **settings}),
+        temperature=1.0,
+        max_length=MAX_LENGTH,
+        generator=torch.Generator().manual_seed(1),
+        dense_logprobs=dense,
+    )
+    return [b - p.detach() for b, p in zip(before, masters.masters, strict=True)], metrics
+
+
+def close(first, second, tolerance=1e-8):
+    for a, b in zip(first, second, strict=True):
+        torch.testing.assert_close(a, b, atol=tolerance, rtol=1e-6)
+
+
+@pytest.mark.parametrize("preset", ["none", "sparse_rl", "sparse_rl_release", "tis", "icepop"])
+def test_gradient_equals_the_formula_one_rollout_at_a_time(rollouts, preset):
+    """No packing, no flat tensors: sequence means of weight * A * rho, as in the objective's definition."""
+    model = tiny_model(dtype=torch.float64)
+    losses, weights = [], []
+    for rollout in rollouts:
+        ids = torch.tensor([[*rollout.prompt.ids, *rollout.token_ids.tolist()]])
+        logprobs = torch.log_softmax(model(ids[:, :-1], use_cache=False).logits[0], -1)[len(rollout.prompt.ids) - 1 :]
+        chosen = logprobs.gather(-1, rollout.token_ids[:, None])[:, 0]
+        xi = (chosen.detach() - rollout.sampler_logprobs.double()).exp()
+        veto = preset.startswith("sparse_rl") and bool((xi < 1e-4).any())
+        weight = {"none": torch.ones_like(xi), "tis": xi.clamp(max=2.0)}.get(preset, xi)
+        if preset == "icepop":
+            weight = torch.where((xi >= 0.5) & (xi <= 5.0), xi, 0.0)
+        kept = torch.ones_like(xi, dtype=torch.bool)
+        if preset == "sparse_rl_release":
+            weight = xi.clamp(max=1.5)
+            kept = (xi >= 0.5) & (xi <= 1.5)
+        weights.append(weight)
+        losses.append((chosen - chosen.detach(), weight, torch.zeros_like(kept) if veto else kept))
+    normaliser = torch.cat(weights).mean() if preset == "sparse_rl_release" else 1.0
+    total = 0.0
+    for advantage, (log_rho, weight, kept) in zip(ADVANTAGES, losses, strict=True):
+        length = kept.sum().clamp(min=1) if preset == "sparse_rl_release" else len(kept)
+        total = total - (advantage * log_rho.exp() * weight / normaliser * kept).sum() / length / len(rollouts)
+    expected = torch.autograd.grad(total, [p for p in model.parameters() if p.requires_grad])
+    got, _ = gradient(rollouts, PRESETS[preset], LossConfig(aggregation="sequence_mean"))
+    close(got, expected, tolerance=1e-6)
+    assert max(g.abs().max() for g in got) > 1e-3
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "fixed_length"])
+@pytest.mark.parametrize("preset", ["sparse_rl", "sparse_rl_release"])
+def test_packing_does_not_matter(rollouts, preset, aggregation):
+    loss = LossConfig(aggregation=aggregation)
+    together, metrics = gradient(rollouts, PRESETS[preset], loss, max_tokens=100_000)
+    alone, again = gradient(rollouts, PRESETS[preset], loss, max_tokens=1)
+    close(together, alone)
+    assert metrics["train/loss"] == pytest.approx(again["train/loss"], abs=1e-6)
+
+
+@pytest.mark.parametrize("preset", ["none", "sparse_rl", "tis", "geometric"])
+def test_single_pass_equals_scoring_first(rollouts, preset):
+    dense = torch.cat([s.dense_logprobs for s in score(tiny_model(dtype=torch.float64), rollouts)])
+    single, metrics = gradient(rollouts, PRESETS[preset], skip_zero_rows=False)
+    scored, again = gradient(rollouts, PRESETS[preset], dense=dense, skip_zero_rows=False)
+    close(single, scored, tolerance=1e-6)
+    for name, value in metrics.items():
+        assert again[name] == pytest.approx(value, abs=1e-5), name
+
+
+def test_skipping_rows_changes_no_gradient_and_estimates_the_diagnostics(rollouts):
+    many = list(rollouts) * 8
+    advantages = torch.zeros(len(many), dtype=torch.float64)
+    advantages[:16] = ADVANTAGES
+    full, everything = gradient(many, PRESETS["sparse_rl"], advantages=advantages, skip_zero_rows=False)
+    skipped, sampled = gradient(many, PRESETS["sparse_rl"], advantages=advantages, skip_zero_rows=True)
+    close(full, skipped)
+    assert everything["mismatch/coverage"] == 1.0
+    idle = int((advantages == 0).sum())
+    expected = (len(many) - idle + max(8, -(-idle // 10))) / len(many)
+    assert sampled["mismatch/coverage"] == pytest.approx(expected)
+    for name in ("mismatch/kl", "mismatch/overlap_mean", "correction/rejection_rate", "mismatch/xi_p50"):
+        assert sampled[name] == pytest.approx(everything[name], abs=0.25), name
+
+
+def test_nothing_is_skipped_with_a_kl_term(rollouts):
+    model = tiny_model(dtype=torch.float64, seed=1)
+    masters = MasterWeights(learner_model := tiny_model(dtype=torch.float64))
+    metrics = update(
+        Learner(Head(learner_model), torch.optim.SGD(masters.masters, lr=0.0), masters),
+        rollouts,
+        torch.zeros(len(rollouts), dtype=torch.float64),
+        PRESETS["sparse_rl"],
+        LossConfig(beta=0.1),
+        UpdateConfig(),
+        temperature=1.0,
+        max_length=MAX_LENGTH,
+        generator=torch.Generator(),
+        ref_head=Head(model),
+    )
+    assert metrics["train/working_frac"] == 1.0 and metrics["train/kl_ref"] > 0 and metrics["train/grad_norm"] > 0
+
+
+def test_truncated_completions_can_be_left_out(rollouts):
+    truncated = [r.finish_reason == "length" for r in rollouts]
+    assert any(truncated) and not all(truncated)
+    masked, _ = gradient(
+        rollouts, PRESETS["none"], LossConfig(mask_truncated_completions=True, aggregation="token_mean")
+    )
+    kept = [r for r, cut in zip(rollouts, truncated, strict=True) if not cut]
+    only, _ = gradient(kept, PRESETS["none"], advantages=ADVANTAGES[~torch.tensor(truncated)])
+    close(masked, only)
+
+
+def test_an_all_rejected_batch_moves_nothing_and_says_so(rollouts, caplog):
+    with caplog.at_level(logging.WARNING):
+        moved, metrics = gradient(rollouts, Correction(veto=1e9))
+    assert all(not g.any() for g in moved)
+    assert metrics["train/skipped"] == 1.0 and metrics["correction/rejection_rate"] == 1.0
+    assert "rejected" in caplog.text
+
+
+def test_a_gradient_that_is_not_finite_moves_nothing(rollouts):
+    moved, metrics = gradient(rollouts, PRESETS["none"], advantages=ADVANTAGES * float("inf"))
+    assert all(not g.any() for g in moved) and metrics["train/skipped"] == 1.0
+
+
+@pytest.mark.parametrize("with_master", [True, False])
+def test_bf16_weights_move_at_a_tiny_learning_rate_only_with_a_master(rollouts, with_master):
+    model = tiny_model(dtype=torch.bfloat16)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    masters = MasterWeights(model)
+    if not with_master:
+        for parameter in masters.parameters:
+            parameter._post_accumulate_grad_hooks.clear()
+        masters.masters = masters.parameters
+    learner = Learner(Head(model), torch.optim.AdamW(masters.masters, lr=1e-6, weight_decay=0.0), masters)
+    for _ in range(40):
+        update(
+            learner, rollouts, ADVANTAGES.float(), PRESETS["tis"], LossConfig(), UpdateConfig(max_tokens=200),
+            temperature=1.0, max_length=MAX_LENGTH, generator=torch.Generator(),
+        )  # fmt: skip
+    moved = sum(int((p != before[name]).sum()) for name, p in model.named_parameters())
+    total = sum(p.numel() for p in model.parameters())
+    assert (moved > 0.01 * total) == with_master, f"{moved} of {total} moved"
+    assert all(p.grad is None for p in model.parameters()) or not with_master
