@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from sparse_rl.score.pack import flatten, pack
 from sparse_rl.types import KVStats, Prompt, Rollout
 
-STATS = KVStats(held=(), dense=0.0, peak=0, peak_bytes=0, num_compressions=0)
+STATS = KVStats(held=(), full=0, hybrid=0.0, peak=0, peak_bytes=0, num_compressions=0)
 CPU = torch.device("cpu")
 
 

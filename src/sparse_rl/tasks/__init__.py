@@ -1,2 +1,0 @@
-# SPDX-License-Identifier: Apache-2.0
-"""Where prompts come from and what an answer is worth. One task a file, dataset and reward together."""
