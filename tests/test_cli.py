@@ -50,7 +50,7 @@ def test_prompts_from_a_text_file_jsonl_and_stdin(tmp_path, capsys, monkeypatch)
     (tmp_path / "a.jsonl").write_text('{"prompt": "x\\ny"}\n')
     _, out, _ = run("generate", "--prompts", str(tmp_path / "a.jsonl"), *SHORT, capsys=capsys)
     assert [json.loads(line)["prompt"] for line in out.splitlines()] == ["x\ny"]
-    monkeypatch.setattr(sys, "stdin", io.StringIO("from stdin\n"))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("\ufefffrom stdin\n".encode())))
     _, out, _ = run("generate", *SHORT, capsys=capsys)
     assert [json.loads(line)["prompt"] for line in out.splitlines()] == ["from stdin"]
 
@@ -228,7 +228,7 @@ def test_bad_input_gets_one_sentence(case, capsys):
         (b'{"prompt": 3}\n', "line 1"),
         (b'{"prompt": "a"}\n\n\nnot json\n', "line 4"),
         (b"[" * 100_000, "line 1"),
-        (b"\x80\x81", "not a text file in UTF-8"),
+        (b"\x80\x81", "not text in UTF-8"),
     ],
     ids=["empty", "no prompt", "not json", "nested", "binary"],
 )
@@ -286,6 +286,11 @@ def test_a_closed_pipe_is_no_error():
         ("kv: 3\n", "must be a table"),
         ("sampling: {stop: 3, stop_ids: []}\n", "sampling.stop"),
         ("sampling: {max_tokens: many}\n", "sampling.max_tokens is 'many'"),
+        ("sampling: {stop: null}\n", "sampling.stop is null"),
+        ("engine: {rows: null}\n", "engine.rows is null"),
+        ("model: null\n", "model is null"),
+        ("prompt: hi\n", "prompts"),
+        ("compare: maybe\n", "compare"),
     ],
 )
 def test_wrong_types_in_a_config_file(text, message, tmp_path, capsys):

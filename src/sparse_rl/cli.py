@@ -57,7 +57,8 @@ def main(arguments: list[str] | None = None) -> None:
         fail(f"unknown command {arguments[0]!r}; the commands are {', '.join(commands)}.")
     try:
         commands[arguments[0]](arguments[1:])
-        sys.stdout.flush()
+        if sys.stdout is not None:
+            sys.stdout.flush()
     except BrokenPipeError:  # the reader had enough; leave without a word, and without Python's own at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
@@ -67,6 +68,8 @@ def main(arguments: list[str] | None = None) -> None:
         fail(" ".join(str(error).split()))
     except FloatingPointError as error:
         fail(str(error), code=1)
+    except MemoryError:
+        fail("out of memory; ask for fewer engine.rows, samples or pages.")
     except KeyboardInterrupt:
         fail("interrupted; what had finished was written.", code=130)
 
@@ -84,8 +87,9 @@ def generate(arguments: list[str]) -> None:
     from sparse_rl.rollout import Engine, EngineConfig, Sampling
 
     policy = build_kv(settings.kv)
-    sampling = build_section(Sampling, settings.sampling)
-    config = build_section(EngineConfig, settings.engine)
+    _check_command(settings)
+    sampling = build_section(Sampling, "sampling", settings.sampling)
+    config = build_section(EngineConfig, "engine", settings.engine)
     rows = list(_read_prompts(settings))
     output = _open_output(settings.output)
     try:
@@ -153,22 +157,38 @@ def _parse(parser: ArgumentParser, arguments: list[str]) -> Namespace:
         raise ValueError(suggest(str(error), parser)) from error
 
 
+def _check_command(settings: Namespace) -> None:
+    """What a config file can get wrong about the command's own settings."""
+    import yaml
+
+    for key in ("model", "device", "kv"):
+        if settings[key] is None:
+            raise ValueError(f"{key} is null; give it a value or leave it out.")
+    if not isinstance(settings.compare, bool):
+        raise ValueError(f"compare is {settings.compare!r}; it must be true or false.")
+    for path in settings.config or []:
+        if "prompt" in (yaml.safe_load(Path(str(path)).read_text()) or {}):
+            raise ValueError(f'{path} has a key "prompt"; name a file of prompts with "prompts" instead.')
+    if settings.output is None and sys.stdout is None:
+        raise ValueError("standard output is closed; name a file with --output.")
+
+
 def _read_prompts(settings: Namespace) -> list[Any]:
     """Strings or lists of chat messages, from the arguments, a file or standard input."""
     if settings.prompt:
         if settings.prompts:
             raise ValueError("prompts were given both as arguments and with --prompts; use one.")
-        return [settings.prompt] if isinstance(settings.prompt, str) else list(settings.prompt)
+        return list(settings.prompt)
     if settings.prompts in (None, "-"):
         if sys.stdin is None or sys.stdin.isatty():
             raise ValueError("no prompt; give one as an argument, with --prompts FILE, or on standard input.")
-        name, text = "standard input", sys.stdin.read()
+        name, content = "standard input", sys.stdin.buffer.read()
     else:
-        name = settings.prompts
-        try:
-            text = Path(name).read_text(encoding="utf-8-sig")
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{name} is not a text file in UTF-8 (byte {error.start}); convert it.") from error
+        name, content = settings.prompts, Path(settings.prompts).read_bytes()
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{name} is not text in UTF-8 (byte {error.start}); convert it.") from error
     # Lines end at a newline only: other separators may stand inside a prompt.
     lines = [(number, line.rstrip("\r")) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
     if not lines:

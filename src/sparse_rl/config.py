@@ -33,13 +33,14 @@ def add_section(parser: ArgumentParser, name: str, component: type) -> None:
         )
 
 
-def build_section(component: type[C], section: Namespace) -> C:
+def build_section(component: type[C], name: str, section: Namespace) -> C:
     """The component's settings; it checks them itself."""
-    several = [name for name, hint in get_type_hints(component).items() if one_or_several(hint) is not hint]
-    given = _settings(section)
-    for name in several:
-        if given[name] is not None:
-            given[name] = tuple(given[name]) if isinstance(given[name], list) else (given[name],)
+    hints, given = get_type_hints(component), _settings(section)
+    for key, value in given.items():
+        if value is None and type(None) not in get_args(hints[key]):
+            raise ValueError(f"{name}.{key} is null; give it a value or leave it out.")
+        if value is not None and one_or_several(hints[key]) is not hints[key]:
+            given[key] = tuple(value) if isinstance(value, list) else (value,)
     return component(**given)
 
 

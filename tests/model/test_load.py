@@ -172,3 +172,22 @@ def test_layers_of_different_shape_are_refused(monkeypatch):
     monkeypatch.setattr(_Recorder, "attend", uneven)
     with pytest.raises(UnsupportedModelError, match="different head counts"):
         dry_run(model)
+
+
+def test_a_dry_run_leaves_the_model_as_it_was(monkeypatch):
+    model = tiny_model()
+    model.train()
+    model.model.embed_tokens.eval()
+    dry_run(model)
+    assert model.training and not model.model.embed_tokens.training
+    forward = model.model.layers[0].forward
+
+    def fail_with_its_own(*args, **kwargs):
+        if model.config._attn_implementation == "eager":
+            raise RuntimeError("no eager attention")
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(model.model.layers[0], "forward", fail_with_its_own)
+    with pytest.raises(UnsupportedModelError, match="no eager attention"):
+        dry_run(model)
+    assert model.config._attn_implementation == NAME and model.training

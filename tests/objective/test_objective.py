@@ -36,6 +36,12 @@ def test_a_group_of_one_has_no_advantage():
         assert advantages(torch.tensor([1.0]), torch.tensor([0]), estimator).tolist() == [0.0]
 
 
+@pytest.mark.parametrize("estimator", ["grpo", "dr_grpo", "rloo"])
+def test_equal_rewards_give_exactly_no_advantage(estimator):
+    for reward in (0.7, 0.1, 100.1):
+        assert not advantages(torch.full((16,), reward), torch.zeros(16, dtype=torch.long), estimator).any()
+
+
 def test_unknown_advantage():
     with pytest.raises(ValueError, match="choose one of"):
         advantages(REWARDS, GROUPS, "gpo")
@@ -135,6 +141,10 @@ def test_dropped_tokens_have_no_gradient_even_if_broken():
         (lambda: Correction(veto=-1.0), "correction.veto"),
         (lambda: LossConfig(clip_low=-0.1), "loss.clip_low"),
         (lambda: LossConfig(delta=1.1), "loss.delta"),
+        (lambda: LossConfig(aggregation="token-mean"), "loss.aggregation is 'token-mean'; choose one of token_mean"),
+        (lambda: LossConfig(surrogate="grpo"), "loss.surrogate"),
+        (lambda: Correction(level="seq"), "correction.level"),
+        (lambda: Correction(denominator="survivors"), "correction.denominator"),
     ],
 )
 def test_bad_settings_are_named(build, message):

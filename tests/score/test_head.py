@@ -57,7 +57,7 @@ SMALL = {
     [
         ("granite", {"logits_scaling": 8.0}, 0.125),
         ("cohere", {"logit_scale": 0.25}, 0.25),
-        ("gemma3_text", {"final_logit_softcapping": 2.0, "initializer_range": 0.5}, None),
+        ("gemma3_text", {"final_logit_softcapping": 30.0, "initializer_range": 0.5}, None),
     ],
 )
 def test_heads_that_scale_or_cap(model_type, settings, scale):

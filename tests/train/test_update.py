@@ -111,7 +111,8 @@ def test_single_pass_equals_scoring_first(rollouts, preset):
     scored, again = gradient(rollouts, PRESETS[preset], dense=dense, skip_zero_rows=False)
     close(single, scored, tolerance=1e-6)
     for name, value in metrics.items():
-        assert again[name] == pytest.approx(value, abs=1e-5), name
+        if "overlap" not in name:  # measured once, by whoever scored
+            assert again[name] == pytest.approx(value, abs=1e-5), name
 
 
 def test_skipping_rows_changes_no_gradient_and_estimates_the_diagnostics(rollouts):
@@ -144,7 +145,12 @@ def test_nothing_is_skipped_with_a_kl_term(rollouts):
         generator=torch.Generator(),
         ref_head=Head(model),
     )
-    assert metrics["train/working_frac"] == 1.0 and metrics["train/kl_ref"] > 0 and metrics["train/grad_norm"] > 0
+    assert (
+        metrics["train/skipped"] == 0.0
+        and metrics["train/working_frac"] == 1.0
+        and metrics["train/kl_ref"] > 0
+        and metrics["train/grad_norm"] > 0
+    )
 
 
 def test_truncated_completions_can_be_left_out(rollouts):
@@ -164,6 +170,20 @@ def test_an_all_rejected_batch_moves_nothing_and_says_so(rollouts, caplog):
     assert all(not g.any() for g in moved)
     assert metrics["train/skipped"] == 1.0 and metrics["correction/rejection_rate"] == 1.0
     assert "rejected" in caplog.text
+
+
+def test_a_batch_with_every_token_masked_moves_nothing(rollouts):
+    moved, metrics = gradient(rollouts, Correction(lower=1e6, upper=1e7, action="mask"))
+    assert all(not g.any() for g in moved) and metrics["train/skipped"] == 1.0
+
+
+def test_a_surviving_denominator_does_not_depend_on_skipping(rollouts):
+    many, advantages = list(rollouts) * 4, torch.zeros(64, dtype=torch.float64)
+    advantages[:4] = ADVANTAGES[:4]
+    correction = Correction(veto=1e-4, denominator="surviving")
+    one, _ = gradient(many, correction, advantages=advantages, skip_zero_rows=True)
+    two, _ = gradient(many, correction, advantages=advantages, skip_zero_rows=False)
+    close(one, two)
 
 
 def test_a_gradient_that_is_not_finite_moves_nothing(rollouts):

@@ -26,18 +26,21 @@ def advantages(
     """
     if estimator not in get_args(Estimator):
         raise ValueError(f"advantage {estimator!r} is unknown; choose one of {', '.join(get_args(Estimator))}.")
-    rewards_R = rewards_R.float()
+    rewards_R = rewards_R.double()  # the fp32 mean of equal rewards is not always those rewards
     if estimator == "remax":
         if greedy_rewards_G is None:
             raise ValueError("advantage 'remax' needs the reward of a greedy rollout of every prompt.")
-        return rewards_R - greedy_rewards_G.float()[groups_R]
+        return (rewards_R - greedy_rewards_G.double()[groups_R]).float()
     num_groups = int(groups_R.max()) + 1
-    size_G = torch.bincount(groups_R, minlength=num_groups).float()
-    mean_G = torch.zeros(num_groups).index_add(0, groups_R, rewards_R) / size_G.clamp(min=1)
-    centred_R = rewards_R - mean_G[groups_R]
+    size_G = torch.bincount(groups_R, minlength=num_groups).double()
+    zeros_G = torch.zeros_like(size_G)
+    mean_G = zeros_G.index_add(0, groups_R, rewards_R) / size_G.clamp(min=1)
+    spread_G = zeros_G.scatter_reduce(0, groups_R, rewards_R, "amax", include_self=False)
+    spread_G = spread_G - zeros_G.scatter_reduce(0, groups_R, rewards_R, "amin", include_self=False)
+    centred_R = torch.where(spread_G[groups_R] == 0, 0.0, rewards_R - mean_G[groups_R])  # equal rewards say nothing
     if estimator == "dr_grpo":
-        return centred_R
+        return centred_R.float()
     if estimator == "rloo":  # r - (sum - r) / (n - 1) = (r - mean) * n / (n - 1)
-        return centred_R * (size_G / (size_G - 1).clamp(min=1))[groups_R]
-    variance_G = torch.zeros(num_groups).index_add(0, groups_R, centred_R**2) / (size_G - 1).clamp(min=1)
-    return centred_R / (variance_G.sqrt() + STD_EPS)[groups_R]
+        return (centred_R * (size_G / (size_G - 1).clamp(min=1))[groups_R]).float()
+    variance_G = zeros_G.index_add(0, groups_R, centred_R**2) / (size_G - 1).clamp(min=1)
+    return (centred_R / (variance_G.sqrt() + STD_EPS)[groups_R]).float()

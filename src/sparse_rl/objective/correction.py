@@ -10,7 +10,7 @@ clamped to +-20 before `exp`, so a weight is finite; the veto reads the raw one.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import torch
 
@@ -41,6 +41,7 @@ class Correction:
     denominator: Literal["fixed", "surviving"] = "fixed"
 
     def __post_init__(self) -> None:
+        check_choices(self, "correction")
         if self.lower is not None and self.upper is not None and self.lower > self.upper:
             raise ValueError(f"correction.lower is {self.lower}, above correction.upper {self.upper}; swap them.")
         if self.veto is not None and self.veto < 0:
@@ -50,6 +51,14 @@ class Correction:
     def needs_batch(self) -> bool:
         """Whether a microbatch's loss depends on the rest of the batch, so that scores must come first."""
         return self.normalize or self.denominator == "surviving"
+
+
+def check_choices(settings: Any, section: str) -> None:
+    """Raise unless every setting with a list of choices is one of them."""
+    for name, hint in get_type_hints(type(settings)).items():
+        if get_origin(hint) is Literal and getattr(settings, name) not in get_args(hint):
+            choices = ", ".join(get_args(hint))
+            raise ValueError(f"{section}.{name} is {getattr(settings, name)!r}; choose one of {choices}.")
 
 
 PRESETS: dict[str, Correction] = {

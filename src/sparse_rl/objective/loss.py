@@ -17,7 +17,7 @@ from typing import Literal
 
 import torch
 
-from sparse_rl.objective.correction import MAX_LOG_RATIO, sum_rows
+from sparse_rl.objective.correction import MAX_LOG_RATIO, check_choices, sum_rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +44,7 @@ class LossConfig:
     mask_truncated_completions: bool = False
 
     def __post_init__(self) -> None:
+        check_choices(self, "loss")
         for field in ("clip_low", "clip_high", "beta"):
             if getattr(self, field) < 0:
                 raise ValueError(f"loss.{field} is {getattr(self, field)}; it must be 0 or more.")
@@ -106,8 +107,8 @@ def policy_loss(
     if config.beta > 0:
         if ref_logprobs is None:
             raise ValueError("loss.beta is above 0, but there are no log-probs of a reference model.")
-        difference = ref_logprobs - learner_logprobs
-        kl = torch.where(mask, difference.exp() - difference - 1.0, 0.0)
+        difference = torch.where(mask, ref_logprobs - learner_logprobs, 0.0).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        kl = difference.exp() - difference - 1.0
         token_loss = token_loss + config.beta * kl
         kl = kl.detach()
     return LossOutput(loss=(token_loss * scale).sum(), clipped=(clipped & used).detach(), kl=kl)

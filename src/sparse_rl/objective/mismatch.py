@@ -37,7 +37,14 @@ def diagnose(
     row_weights: torch.Tensor,  # (R,) 1 over each rollout's chance of being scored
     overlap: torch.Tensor | None = None,  # (T,)
 ) -> dict[str, float]:
-    """The `mismatch/*` metrics; `sparse_rl.metrics` defines each."""
+    """The `mismatch/*` metrics.
+
+    kl, k3           estimates of KL(sampler || dense) from the sampled tokens
+    ess_frac         effective sample size of the weights xi, as a fraction
+    catastrophic     tokens with xi < 1e-4
+    lowest_log_xi    mean over rollouts of their smallest log xi
+    xi_*, overlap_*  quantiles and mean over tokens
+    """
     num_rows = len(row_weights)
     raw, rows = log_xi[mask].double(), rows[mask]
     row_weights = row_weights.double()

@@ -122,7 +122,7 @@ class Engine:
             pool,
             self.kv,
             sequences,
-            num_rows=self.config.rows,
+            num_rows=min(self.config.rows, len(sequences)),
             max_prefill_tokens=self.config.max_prefill_tokens,
         )
         runner = Runner(self.loaded.model, cache, self.kv, record_kept=record_kept)

@@ -59,6 +59,8 @@ def flatten(rollouts: list[Rollout], device: torch.device) -> Completions:
     lengths = torch.tensor([len(rollout.token_ids) for rollout in rollouts])
     top_ids = [rollout.top_ids for rollout in rollouts if rollout.top_ids is not None]
     top_logprobs = [rollout.top_logprobs for rollout in rollouts if rollout.top_logprobs is not None]
+    if len(top_ids) not in (0, len(rollouts)):
+        raise ValueError(f"{len(top_ids)} of {len(rollouts)} rollouts have top log-probs; all or none must.")
     return Completions(
         num_rows=len(rollouts),
         token_ids=torch.cat([rollout.token_ids for rollout in rollouts]).to(device),

@@ -44,6 +44,11 @@ class UpdateConfig:
     max_grad_norm: float = 1.0
     skip_zero_rows: bool = True
 
+    def __post_init__(self) -> None:
+        for field in ("max_tokens", "max_grad_norm"):
+            if getattr(self, field) <= 0:
+                raise ValueError(f"update.{field} is {getattr(self, field)}; it must be above 0.")
+
 
 class Learner:
     """The module, its fp32 masters and its optimiser."""
@@ -87,7 +92,7 @@ def update(
     left_out = truncated & loss.mask_truncated_completions
     idle = left_out | (advantages == 0) if loss.beta == 0 else torch.zeros_like(left_out)
     working = (~idle).nonzero()[:, 0].tolist()
-    skip = config.skip_zero_rows and not correction.normalize  # its mean runs over every token
+    skip = config.skip_zero_rows and not correction.needs_batch  # a batch statistic runs over every token
     sampled, sample_weight = _sample(idle.nonzero()[:, 0].tolist(), skip, generator)
 
     observed = Observed(
@@ -99,19 +104,21 @@ def update(
     observed.weights[working] = 1.0
     observed.weights[sampled] = sample_weight
     score_first = correction.needs_batch or dense_logprobs is not None
-    for microbatch in pack(rollouts, config.max_tokens, sampled + working if score_first else sampled):
-        with torch.no_grad():
-            scores = score_microbatch(head, batch, microbatch, temperature)
-        _observe(observed, batch, microbatch, scores.logprobs, scores.at_ids)
-    if dense_logprobs is not None:
+    if dense_logprobs is not None:  # scored already; the overlap was the first step's to measure
         observed.dense_logprobs = dense_logprobs.to(device)
+        observed.weights.fill_(1.0)
+    else:
+        for microbatch in pack(rollouts, config.max_tokens, sampled + working if score_first else sampled):
+            with torch.no_grad():
+                scores = score_microbatch(head, batch, microbatch, temperature)
+            _observe(observed, batch, microbatch, scores.logprobs, scores.at_ids)
     corrected = _correct(observed, batch, torch.arange(len(batch.rows), device=device), correction)
     in_loss = batch.mask & ~left_out[batch.rows]
     counted = in_loss & corrected.kept if correction.denominator == "surviving" else in_loss
     scale = token_scale(counted, batch.rows, batch.num_rows, loss.aggregation, max_length)
 
     learner.masters.zero_grad()
-    totals = {"loss": 0.0, "clipped": 0.0, "kl": 0.0, "tokens": 0.0}
+    totals = {"loss": 0.0, "clipped": 0.0, "kl": 0.0, "tokens": 0.0, "used": 0.0}
     for microbatch in pack(rollouts, config.max_tokens, working):
         tokens = microbatch.tokens.to(device)
         scores = score_microbatch(head, batch, microbatch, temperature)
@@ -121,15 +128,17 @@ def update(
         else:
             part = Corrected(weight=corrected.weight[tokens], kept=corrected.kept[tokens], accepted=corrected.accepted)
         reference = None
-        if ref_head is not None:
+        if loss.beta > 0 and ref_head is not None:
             with torch.no_grad():
                 reference = score_microbatch(ref_head, batch, microbatch, temperature).logprobs
+        weight = torch.where(in_loss[tokens], part.weight, 0.0)
+        regularised = counted[tokens] if score_first else in_loss[tokens]
         output = policy_loss(
             scores.logprobs,
             observed.dense_logprobs[tokens],
             advantages[batch.rows[tokens]],
-            torch.where(in_loss[tokens], part.weight, 0.0),
-            counted[tokens] if score_first else in_loss[tokens],
+            weight,
+            regularised,
             scale[tokens],
             batch.rows[tokens],
             batch.num_rows,
@@ -142,8 +151,8 @@ def update(
         totals["clipped"] += float(output.clipped.sum())
         totals["kl"] += float(output.kl.sum()) if output.kl is not None else 0.0
         totals["tokens"] += float(in_loss[tokens].sum())
-    sampled_rows = torch.tensor(sampled, dtype=torch.long, device=device)
-    observed.accepted[sampled_rows] = corrected.accepted[sampled_rows]
+        totals["used"] += float(((weight != 0) | (regularised & (loss.beta > 0))).sum())
+    observed.accepted[idle] = corrected.accepted[idle]
 
     metrics = _diagnostics(observed, batch)
     metrics["train/loss"] = totals["loss"]
@@ -151,10 +160,9 @@ def update(
     if loss.beta > 0:
         metrics["train/kl_ref"] = totals["kl"] / max(totals["tokens"], 1.0)
     metrics["train/working_frac"] = len(working) / len(rollouts)
-    all_rejected = bool(working) and not bool(observed.accepted[working].any())
-    if all_rejected:
-        logger.warning("all %d rollouts with a loss were rejected: this step changes nothing.", len(working))
-    return metrics | _step(learner, config.max_grad_norm, skip=all_rejected or not working)
+    if working and not totals["used"]:
+        logger.warning("all %d rollouts with a loss were rejected or masked: this step changes nothing.", len(working))
+    return metrics | _step(learner, config.max_grad_norm, skip=not totals["used"])
 
 
 def _sample(idle: list[int], skip: bool, generator: torch.Generator) -> tuple[list[int], float]:
@@ -192,7 +200,7 @@ def _diagnostics(observed: Observed, batch: Completions) -> dict[str, float]:
     metrics = {"mismatch/coverage": float(scored.float().mean())}
     if not bool(mask.any()):
         return metrics
-    overlap = None if batch.top_logprobs is None else observed.overlap.cpu()
+    overlap = None if bool(observed.overlap[mask].isnan().any()) else observed.overlap.cpu()
     log_xi = observed.dense_logprobs - batch.sampler_logprobs
     metrics |= diagnose(log_xi.cpu(), mask.cpu(), batch.rows.cpu(), observed.weights.cpu(), overlap)
     rejected = (observed.weights * ~observed.accepted).sum() / observed.weights.sum()
