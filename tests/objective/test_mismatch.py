@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
-from sparse_rl.objective.mismatch import overlap_bounds
+from sparse_rl.objective.mismatch import diagnose, overlap_bounds, weighted_quantiles
 
 
 @pytest.mark.parametrize("k", [1, 3, 7, 20])
@@ -28,3 +30,29 @@ def test_overlap_by_hand():
     # min: 0.2 + 0.3 = 0.5; left over: q 0.2, p 0.4, so at most 0.2 more.
     lower, upper = overlap_bounds(q.log(), p.log())
     assert (lower.item(), upper.item()) == (pytest.approx(0.5), pytest.approx(0.7))
+
+
+def test_diagnostics_by_hand():
+    """Two rollouts, the second standing for three; its last token was not the sampler's choice."""
+    xi = torch.tensor([0.5, 2.0, 1.0, 1e-5, 7.0])
+    mask, rows = torch.tensor([True, True, True, True, False]), torch.tensor([0, 0, 1, 1, 1])
+    overlap = torch.tensor([0.9, 0.8, 0.7, 0.1, 0.0])
+    got = diagnose(xi.log(), mask, rows, torch.tensor([1.0, 3.0]), overlap)
+    weights, kept = [1, 1, 3, 3], [0.5, 2.0, 1.0, 1e-5]
+    mean_xi = sum(w * x for w, x in zip(weights, kept, strict=True)) / 8
+    mean_log = sum(w * math.log(x) for w, x in zip(weights, kept, strict=True)) / 8
+    mean_square = sum(w * x * x for w, x in zip(weights, kept, strict=True)) / 8
+    assert got["mismatch/kl"] == pytest.approx(-mean_log, rel=1e-5)
+    assert got["mismatch/k3"] == pytest.approx(mean_xi - mean_log - 1, rel=1e-5)
+    assert got["mismatch/ess_frac"] == pytest.approx(mean_xi**2 / mean_square, rel=1e-5)
+    assert got["mismatch/catastrophic_frac"] == pytest.approx(3 / 8)
+    assert got["mismatch/lowest_log_xi_mean"] == pytest.approx((math.log(0.5) + 3 * math.log(1e-5)) / 4, rel=1e-5)
+    assert got["mismatch/xi_p50"] == pytest.approx(0.5)  # 1e-5 has 3/8 of the weight, 0.5 reaches 4/8
+    assert got["mismatch/xi_p99"] == pytest.approx(2.0)
+    assert got["mismatch/overlap_mean"] == pytest.approx((0.9 + 0.8 + 3 * 0.7 + 3 * 0.1) / 8)
+    assert got["mismatch/overlap_p05"] == pytest.approx(0.1)
+
+
+def test_weighted_quantiles_equal_those_of_repeated_values():
+    values, counts = torch.tensor([3.0, 1.0, 2.0]), torch.tensor([1.0, 5.0, 4.0])
+    assert weighted_quantiles(values, counts, [0.01, 0.5, 0.51, 0.9, 0.91, 1.0]) == [1.0, 1.0, 2.0, 2.0, 3.0, 3.0]

@@ -101,20 +101,16 @@ class PagedCache:
             k_BKSD=k_BKSD,
             v_BKSD=v_BKSD,
             positions_BKS=positions_BKS,
-            live_BKS=visible_entries_ref(lengths_B, positions_BKS, contexts_B, self._per_row(self.windows, batch)),
+            live_BKS=visible_entries_ref(lengths_B, positions_BKS, contexts_B, self.windows.repeat_interleave(batch)),
             recent_BS=recent_BS,
             queries_BHWD=queries_LBWHD.flatten(0, 1).transpose(1, 2),
-            scale_B=self._per_row(self.scales, batch),
+            scale_B=self.scales.repeat_interleave(batch),
         )
         kept_BKT = policy.kept(entries, lengths_B, prompt_lens_B)
         compact_ref(pools, pages_BN, kept_BKT, torch.minimum(lengths_B, policy.target(prompt_lens_B)))
         if not record:
             return None
         return positions_BKS.gather(-1, kept_BKT).unflatten(0, (num_layers, batch)).cpu()
-
-    def _per_row(self, layers_L: torch.Tensor, batch: int) -> torch.Tensor:
-        """A value a layer, repeated for each of its rows."""
-        return layers_L.repeat_interleave(batch)
 
 
 class DecodeStep:

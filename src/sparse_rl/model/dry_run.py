@@ -49,9 +49,12 @@ class AttentionShape:
         """The remembered queries of one sequence."""
         return self.num_layers * num_queries * self.num_heads * self.head_dim * self.dtype.itemsize
 
-    def hybrid_entries(self, context: int) -> float:
-        """Entries a layer that transformers' own cache holds, averaged over layers: sliding ones keep their window."""
-        return sum(min(context, window or context) for window in self.windows) / self.num_layers
+    def hybrid_entries(self, contexts: range) -> float:
+        """Entries transformers' own cache holds, summed over contexts, mean over layers: sliding ones keep a window."""
+        per_window = {
+            window: sum(min(context, window or context) for context in contexts) for window in {*self.windows}
+        }
+        return sum(per_window[window] for window in self.windows) / self.num_layers
 
 
 def dry_run(model: PreTrainedModel) -> AttentionShape:

@@ -98,7 +98,6 @@ class Loop:
                 sequence = start.sequence
                 sequence.num_compressions = start.prompt.num_compressions
                 sequence.kept_positions = list(start.prompt.kept_positions)
-                sequence.peak, sequence.peak_pages = sequence.prompt_len, scheduler.pool.pages_for(sequence.prompt_len)
             self.sample([start.sequence for start in starts], runner.start(starts))
 
     def decode(self) -> None:
@@ -111,12 +110,8 @@ class Loop:
         for sequence in running:
             sequence.num_entries += 1
             sequence.held.append(sequence.num_entries)
-            sequence.full += sequence.context
-            sequence.hybrid += self.shape.hybrid_entries(sequence.context)
             self.held_so_far += sequence.num_entries
             self.full_so_far += sequence.context
-            sequence.peak = max(sequence.peak, sequence.num_entries)
-            sequence.peak_pages = max(sequence.peak_pages, scheduler.pool.pages_for(sequence.num_entries))
         if isinstance(policy, EvictPolicy):
             due = [s for s in running if s.num_entries >= policy.trigger(s.prompt_len)]
             runner.compress(due)
@@ -183,6 +178,9 @@ class Loop:
     def rollout(self, sequence: Sequence) -> Rollout:
         assert sequence.finish_reason is not None
         num_tokens = len(sequence.token_ids)
+        contexts = range(sequence.prompt_len + 1, sequence.prompt_len + num_tokens)  # of the decode steps
+        peak = max(sequence.prompt_len, *sequence.held, 0)
+        page_bytes = self.scheduler.pool.page_size * self.shape.entry_bytes
         return Rollout(
             prompt=self.prompts[sequence.prompt_idx],
             sample=sequence.request % self.sampling.n,
@@ -192,10 +190,10 @@ class Loop:
             finish_reason=sequence.finish_reason,
             kv=KVStats(
                 held=tuple(sequence.held),
-                full=sequence.full,
-                hybrid=sequence.hybrid,
-                peak=sequence.peak,
-                peak_bytes=sequence.peak_pages * self.scheduler.pool.page_size * self.shape.entry_bytes
+                full=sum(contexts),
+                hybrid=self.shape.hybrid_entries(contexts),
+                peak=peak,
+                peak_bytes=self.scheduler.pool.pages_for(peak) * page_bytes
                 + self.shape.query_bytes(self.policy.num_queries),
                 num_compressions=sequence.num_compressions,
             ),

@@ -28,10 +28,6 @@ class Sequence:
     top_ids: list[torch.Tensor] = field(default_factory=list)
     top_logprobs: list[torch.Tensor] = field(default_factory=list)
     held: list[int] = field(default_factory=list)  # entries at each decode step
-    full: int = 0  # sum over decode steps of what `full` would hold
-    hybrid: float = 0.0  # the same for transformers' hybrid cache
-    peak: int = 0
-    peak_pages: int = 0
     num_compressions: int = 0
     kept_positions: list[torch.Tensor] = field(default_factory=list)
     finish_reason: FinishReason | None = None

@@ -132,13 +132,12 @@ def update(
             with torch.no_grad():
                 reference = score_microbatch(ref_head, batch, microbatch, temperature).logprobs
         weight = torch.where(in_loss[tokens], part.weight, 0.0)
-        regularised = counted[tokens] if score_first else in_loss[tokens]
         output = policy_loss(
             scores.logprobs,
             observed.dense_logprobs[tokens],
             advantages[batch.rows[tokens]],
             weight,
-            regularised,
+            counted[tokens],
             scale[tokens],
             batch.rows[tokens],
             batch.num_rows,
@@ -151,7 +150,7 @@ def update(
         totals["clipped"] += float(output.clipped.sum())
         totals["kl"] += float(output.kl.sum()) if output.kl is not None else 0.0
         totals["tokens"] += float(in_loss[tokens].sum())
-        totals["used"] += float(((weight != 0) | (regularised & (loss.beta > 0))).sum())
+        totals["used"] += float(((weight != 0) | (counted[tokens] & (loss.beta > 0))).sum())
     observed.accepted[idle] = corrected.accepted[idle]
 
     metrics = _diagnostics(observed, batch)
