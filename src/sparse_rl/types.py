@@ -23,7 +23,8 @@ class Prompt:
 
     ids: tuple[int, ...]
     text: str = ""
-    columns: dict[str, Any] = field(default_factory=dict)
+    messages: tuple[dict[str, Any], ...] = ()  # the chat it was made of, if it was
+    columns: dict[str, Any] = field(default_factory=dict)  # what else its dataset row says
     max_tokens: int | None = None  # its own limit, where lower than the sampling settings'
 
 

@@ -42,9 +42,9 @@ def test_diagnostics_by_hand():
     mean_xi = sum(w * x for w, x in zip(weights, kept, strict=True)) / 8
     mean_log = sum(w * math.log(x) for w, x in zip(weights, kept, strict=True)) / 8
     mean_square = sum(w * x * x for w, x in zip(weights, kept, strict=True)) / 8
-    assert got["mismatch/kl"] == pytest.approx(-mean_log, rel=1e-5)
-    assert got["mismatch/k3"] == pytest.approx(mean_xi - mean_log - 1, rel=1e-5)
-    assert got["mismatch/ess_frac"] == pytest.approx(mean_xi**2 / mean_square, rel=1e-5)
+    assert got["rollout_corr/kl"] == pytest.approx(-mean_log, rel=1e-5)
+    assert got["rollout_corr/k3_kl"] == pytest.approx(mean_xi - mean_log - 1, rel=1e-5)
+    assert got["rollout_corr/rollout_is_eff_sample_size"] == pytest.approx(mean_xi**2 / mean_square, rel=1e-5)
     assert got["mismatch/catastrophic_frac"] == pytest.approx(3 / 8)
     assert got["mismatch/lowest_log_xi_mean"] == pytest.approx((math.log(0.5) + 3 * math.log(1e-5)) / 4, rel=1e-5)
     assert got["mismatch/xi_p50"] == pytest.approx(0.5)  # 1e-5 has 3/8 of the weight, 0.5 reaches 4/8

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+import math
 
 import pytest
 import torch
@@ -17,8 +18,9 @@ from sparse_rl.objective.loss import LossConfig
 from sparse_rl.rollout import Engine, EngineConfig, Sampling
 from sparse_rl.score import score
 from sparse_rl.score.head import Head
+from sparse_rl.train.learner import Learner
 from sparse_rl.train.master import MasterWeights
-from sparse_rl.train.update import Learner, UpdateConfig, update
+from sparse_rl.train.update import UpdateConfig, update
 
 MAX_LENGTH, NUM_GROUPS, GROUP = 24, 4, 4
 
@@ -37,25 +39,29 @@ def rollouts():
 ADVANTAGES = torch.tensor([1.0, -1.0, 0.5, -0.5, 0, 0, 0, 0, 2.0, 0.0, -1.0, -1.0, 0, 0, 0, 0], dtype=torch.float64)
 
 
-def gradient(rollouts, correction, loss=None, *, dense=None, advantages=ADVANTAGES, **settings):
-    """Gradient by name, and the metrics, of one plain gradient step."""
+def groups_of(rollouts):
+    return [i // GROUP for i in range(len(rollouts))]
+
+
+def gradient(rollouts, correction, loss=None, *, advantages=ADVANTAGES, seed=1, **settings):
+    """What plain gradient steps of size 1 move, and the metrics."""
     model = tiny_model(dtype=torch.float64)
     masters = MasterWeights(model)
     before = [p.detach().clone() for p in masters.masters]
     learner = Learner(Head(model), torch.optim.SGD(masters.masters, lr=1.0), masters)
-    metrics = update(
+    result = update(
         learner,
         rollouts,
         advantages,
+        groups_of(rollouts),
         correction,
         loss or LossConfig(),
         UpdateConfig(**{"max_grad_norm": 1e9, "max_tokens": 100, **settings}),
         temperature=1.0,
         max_length=MAX_LENGTH,
-        generator=torch.Generator().manual_seed(1),
-        dense_logprobs=dense,
+        generator=torch.Generator().manual_seed(seed),
     )
-    return [b - p.detach() for b, p in zip(before, masters.masters, strict=True)], metrics
+    return [b - p.detach() for b, p in zip(before, masters.masters, strict=True)], result.metrics
 
 
 def close(first, second, tolerance=1e-8):
@@ -101,18 +107,33 @@ def test_packing_does_not_matter(rollouts, preset, aggregation):
     together, metrics = gradient(rollouts, PRESETS[preset], loss, max_tokens=100_000)
     alone, again = gradient(rollouts, PRESETS[preset], loss, max_tokens=1)
     close(together, alone)
-    assert metrics["train/loss"] == pytest.approx(again["train/loss"], abs=1e-6)
+    assert metrics["loss"] == pytest.approx(again["loss"], abs=1e-6)
 
 
 @pytest.mark.parametrize("preset", ["none", "sparse_rl", "tis", "geometric"])
 def test_single_pass_equals_scoring_first(rollouts, preset):
-    dense = torch.cat([s.dense_logprobs for s in score(tiny_model(dtype=torch.float64), rollouts)])
     single, metrics = gradient(rollouts, PRESETS[preset], skip_zero_rows=False)
-    scored, again = gradient(rollouts, PRESETS[preset], dense=dense, skip_zero_rows=False)
+    scored, again = gradient(rollouts, PRESETS[preset], skip_zero_rows=False, score_first=True)
     close(single, scored, tolerance=1e-6)
+    assert metrics.keys() == again.keys()
     for name, value in metrics.items():
-        if "overlap" not in name:  # measured once, by whoever scored
-            assert again[name] == pytest.approx(value, abs=1e-5), name
+        assert again[name] == pytest.approx(value, abs=1e-5), name
+
+
+def test_xi_of_the_training_forward_is_that_of_a_separate_scoring_pass(rollouts):
+    model = tiny_model(dtype=torch.float64)
+    masters = MasterWeights(model)
+    learner = Learner(Head(model), torch.optim.SGD(masters.masters, lr=0.0), masters)
+    result = update(
+        learner, rollouts, ADVANTAGES, groups_of(rollouts), Correction(veto=0.3), LossConfig(),
+        UpdateConfig(max_tokens=100, skip_zero_rows=False), temperature=1.0, max_length=MAX_LENGTH,
+        generator=torch.Generator(),
+    )  # fmt: skip
+    scores = score(model, rollouts)
+    for rollout, got, expected, accepted in zip(rollouts, result.dense_logprobs, scores, result.accepted, strict=True):
+        torch.testing.assert_close(got, expected.dense_logprobs, atol=1e-5, rtol=0)
+        assert accepted == bool((got - rollout.sampler_logprobs >= math.log(0.3)).all())
+    assert result.accepted.any() and not result.accepted.all()
 
 
 def test_skipping_rows_changes_no_gradient_and_estimates_the_diagnostics(rollouts):
@@ -126,30 +147,108 @@ def test_skipping_rows_changes_no_gradient_and_estimates_the_diagnostics(rollout
     idle = int((advantages == 0).sum())
     expected = (len(many) - idle + max(8, -(-idle // 10))) / len(many)
     assert sampled["mismatch/coverage"] == pytest.approx(expected)
-    for name in ("mismatch/kl", "mismatch/overlap_mean", "correction/rejection_rate", "mismatch/xi_p50"):
+    for name in ("rollout_corr/kl", "mismatch/overlap_mean", "correction/rejection_rate", "mismatch/xi_p50"):
         assert sampled[name] == pytest.approx(everything[name], abs=0.25), name
+
+
+def test_a_sample_of_idle_rows_estimates_the_rejection_rate_within_its_stated_error(rollouts):
+    """Over many samples: unbiased, and spread no wider than the standard error that is logged."""
+    many = list(rollouts) * 8
+    advantages = torch.zeros(len(many), dtype=torch.float64)
+    advantages[:16] = ADVANTAGES
+    scores = score(tiny_model(dtype=torch.float64), rollouts)
+    lowest = [float((s.dense_logprobs - r.sampler_logprobs).min()) for s, r in zip(scores, rollouts, strict=True)]
+    half = Correction(veto=math.exp(sorted(lowest)[8] - 1e-6))  # rejects eight of the sixteen
+    _, everything = gradient(many, half, advantages=advantages, skip_zero_rows=False)
+    assert everything["correction/rejection_rate"] == 0.5
+    runs = [gradient(many, half, advantages=advantages, seed=seed)[1] for seed in range(24)]
+    errors = torch.tensor([run["correction/rejection_rate"] - everything["correction/rejection_rate"] for run in runs])
+    stated = runs[0]["mismatch/sampling_se"]
+    assert everything["mismatch/sampling_se"] == 0.0 and 0.0 < stated < 0.2
+    assert errors.abs().max() <= 4 * stated
+    assert abs(errors.mean()) <= 4 * stated / len(runs) ** 0.5
+    assert errors.std() > 0
+
+
+def test_a_batchs_gradient_is_the_mean_of_its_groups(rollouts):
+    """Of one gradient, each group's share is the gradient of the group alone."""
+    whole, _ = gradient(rollouts, PRESETS["sparse_rl"], LossConfig(aggregation="sequence_mean"))
+    parts = []
+    for group in range(NUM_GROUPS):
+        members = [rollouts[i] for i in range(GROUP * group, GROUP * (group + 1))]
+        advantages = ADVANTAGES[GROUP * group : GROUP * (group + 1)]
+        parts.append(
+            gradient(members, PRESETS["sparse_rl"], LossConfig(aggregation="sequence_mean"), advantages=advantages)[0]
+        )
+    close(whole, [sum(p[i] for p in parts) / NUM_GROUPS for i in range(len(whole))])
+
+
+@pytest.mark.parametrize(("updates", "iterations"), [(4, 1), (1, 3), (2, 2)])
+def test_later_updates_keep_the_old_log_probs_of_the_rollout(rollouts, updates, iterations):
+    """Every update's pi_old is the dense model at the weights the rollout was sampled with."""
+    settings = {"updates_per_rollout": updates, "num_iterations": iterations, "skip_zero_rows": False}
+    model = tiny_model(dtype=torch.float64)
+    masters = MasterWeights(model)
+    learner = Learner(Head(model), torch.optim.SGD(masters.masters, lr=1e-3), masters)
+    result = update(
+        learner, rollouts, ADVANTAGES, groups_of(rollouts), PRESETS["sparse_rl"], LossConfig(),
+        UpdateConfig(**settings), temperature=1.0, max_length=MAX_LENGTH, generator=torch.Generator(),
+    )  # fmt: skip
+    assert learner.num_updates == updates * iterations
+    fresh = score(tiny_model(dtype=torch.float64), rollouts)
+    for got, expected in zip(result.dense_logprobs, fresh, strict=True):
+        torch.testing.assert_close(got, expected.dense_logprobs, atol=1e-5, rtol=0)
+
+
+def test_two_iterations_move_along_the_second_ones_own_ratio(rollouts):
+    """By hand: step 1 at rho = 1, step 2 with rho from the moved weights and pi_old from the first."""
+    model = tiny_model(dtype=torch.float64)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    before = [p.detach().clone() for p in parameters]
+    old = None
+    for _ in range(2):
+        logprobs = []
+        for rollout in rollouts:
+            ids = torch.tensor([[*rollout.prompt.ids, *rollout.token_ids.tolist()]])
+            every = torch.log_softmax(model(ids[:, :-1], use_cache=False).logits[0], -1)[len(rollout.prompt.ids) - 1 :]
+            logprobs.append(every.gather(-1, rollout.token_ids[:, None])[:, 0])
+        old = [row.detach() for row in logprobs] if old is None else old
+        loss = 0.0
+        for advantage, new, first in zip(ADVANTAGES, logprobs, old, strict=True):
+            rho = (new - first).exp()
+            loss = loss - torch.minimum(rho * advantage, rho.clamp(0.8, 1.2) * advantage).mean() / len(rollouts)
+        for parameter, step in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+            parameter.data -= step
+    moved, metrics = gradient(rollouts, PRESETS["none"], LossConfig(aggregation="sequence_mean"), num_iterations=2)
+    close(moved, [b - p.detach() for b, p in zip(before, parameters, strict=True)], tolerance=1e-6)
+    assert metrics["clip_ratio/region_mean"] > 0
+
+
+def test_more_updates_than_groups_are_refused(rollouts):
+    with pytest.raises(ValueError, match="updates_per_rollout is 5, but a rollout batch has 4 groups"):
+        gradient(rollouts, PRESETS["none"], updates_per_rollout=5)
 
 
 def test_nothing_is_skipped_with_a_kl_term(rollouts):
     model = tiny_model(dtype=torch.float64, seed=1)
     masters = MasterWeights(learner_model := tiny_model(dtype=torch.float64))
     metrics = update(
-        Learner(Head(learner_model), torch.optim.SGD(masters.masters, lr=0.0), masters),
+        Learner(Head(learner_model), torch.optim.SGD(masters.masters, lr=0.0), masters, ref_head=Head(model)),
         rollouts,
         torch.zeros(len(rollouts), dtype=torch.float64),
+        groups_of(rollouts),
         PRESETS["sparse_rl"],
         LossConfig(beta=0.1),
         UpdateConfig(),
         temperature=1.0,
         max_length=MAX_LENGTH,
         generator=torch.Generator(),
-        ref_head=Head(model),
-    )
+    ).metrics
     assert (
-        metrics["train/skipped"] == 0.0
+        metrics["correction/skipped_updates"] == 0.0
         and metrics["train/working_frac"] == 1.0
-        and metrics["train/kl_ref"] > 0
-        and metrics["train/grad_norm"] > 0
+        and metrics["kl"] > 0
+        and metrics["grad_norm"] > 0
     )
 
 
@@ -168,13 +267,13 @@ def test_an_all_rejected_batch_moves_nothing_and_says_so(rollouts, caplog):
     with caplog.at_level(logging.WARNING):
         moved, metrics = gradient(rollouts, Correction(veto=1e9))
     assert all(not g.any() for g in moved)
-    assert metrics["train/skipped"] == 1.0 and metrics["correction/rejection_rate"] == 1.0
+    assert metrics["correction/skipped_updates"] == 1.0 and metrics["correction/rejection_rate"] == 1.0
     assert "rejected" in caplog.text
 
 
 def test_a_batch_with_every_token_masked_moves_nothing(rollouts):
     moved, metrics = gradient(rollouts, Correction(lower=1e6, upper=1e7, action="mask"))
-    assert all(not g.any() for g in moved) and metrics["train/skipped"] == 1.0
+    assert all(not g.any() for g in moved) and metrics["correction/skipped_updates"] == 1.0
 
 
 def test_a_surviving_denominator_does_not_depend_on_skipping(rollouts):
@@ -188,7 +287,7 @@ def test_a_surviving_denominator_does_not_depend_on_skipping(rollouts):
 
 def test_a_gradient_that_is_not_finite_moves_nothing(rollouts):
     moved, metrics = gradient(rollouts, PRESETS["none"], advantages=ADVANTAGES * float("inf"))
-    assert all(not g.any() for g in moved) and metrics["train/skipped"] == 1.0
+    assert all(not g.any() for g in moved) and metrics["correction/skipped_updates"] == 1.0
 
 
 @pytest.mark.parametrize("with_master", [True, False])
@@ -203,8 +302,8 @@ def test_bf16_weights_move_at_a_tiny_learning_rate_only_with_a_master(rollouts, 
     learner = Learner(Head(model), torch.optim.AdamW(masters.masters, lr=1e-6, weight_decay=0.0), masters)
     for _ in range(40):
         update(
-            learner, rollouts, ADVANTAGES.float(), PRESETS["tis"], LossConfig(), UpdateConfig(max_tokens=200),
-            temperature=1.0, max_length=MAX_LENGTH, generator=torch.Generator(),
+            learner, rollouts, ADVANTAGES.float(), groups_of(rollouts), PRESETS["tis"], LossConfig(),
+            UpdateConfig(max_tokens=200), temperature=1.0, max_length=MAX_LENGTH, generator=torch.Generator(),
         )  # fmt: skip
     moved = sum(int((p != before[name]).sum()) for name, p in model.named_parameters())
     total = sum(p.numel() for p in model.parameters())

@@ -37,14 +37,7 @@ def diagnose(
     row_weights: torch.Tensor,  # (R,) 1 over each rollout's chance of being scored
     overlap: torch.Tensor | None = None,  # (T,)
 ) -> dict[str, float]:
-    """The `mismatch/*` metrics.
-
-    kl, k3           estimates of KL(sampler || dense) from the sampled tokens
-    ess_frac         effective sample size of the weights xi, as a fraction
-    catastrophic     tokens with xi < 1e-4
-    lowest_log_xi    mean over rollouts of their smallest log xi
-    xi_*, overlap_*  quantiles and mean over tokens
-    """
+    """The `mismatch/*` and `rollout_corr/*` metrics, as metrics.py defines them."""
     num_rows = len(row_weights)
     raw, rows = log_xi[mask].double(), rows[mask]
     row_weights = row_weights.double()
@@ -58,9 +51,11 @@ def diagnose(
     lowest_R = torch.full((num_rows,), math.inf, dtype=torch.float64).scatter_reduce(0, rows, raw, "amin")
     present_R = sum_rows(torch.ones_like(raw), rows, num_rows) > 0
     metrics = {
-        "mismatch/kl": mean(-log_ratio),
-        "mismatch/k3": mean(xi - log_ratio - 1.0),
-        "mismatch/ess_frac": float((weights * xi).sum() ** 2 / ((weights * xi * xi).sum() * weights.sum())),
+        "rollout_corr/kl": mean(-log_ratio),
+        "rollout_corr/k3_kl": mean(xi - log_ratio - 1.0),
+        "rollout_corr/rollout_is_eff_sample_size": float(
+            (weights * xi).sum() ** 2 / ((weights * xi * xi).sum() * weights.sum())
+        ),
         "mismatch/catastrophic_frac": mean((raw < math.log(CATASTROPHIC)).double()),
         "mismatch/lowest_log_xi_mean": float((lowest_R * row_weights)[present_R].sum() / row_weights[present_R].sum()),
     }

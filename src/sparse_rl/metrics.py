@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every metric with its definition, the files they are written to, and the timer.
+
+Names are TRL's where the meaning is TRL's and verl's `rollout_corr/*` where it is verl's. A stage returns its numbers
+as a dict; `RunLog` is the one place that writes them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+# {NAME} stands for a reward function's name, {CACHE} for "dense" or "sparse".
+METRICS: dict[str, str] = {
+    "step": "rollout batches learnt from so far",
+    "num_tokens": "prompt and completion tokens so far",
+    "learning_rate": "of the step's last update",
+    "loss": "of the step, mean over its updates",
+    "grad_norm": "before clipping, mean over the step's updates",
+    "kl": "k3 to the reference model, mean over tokens (only with loss.beta)",
+    "clip_ratio/region_mean": "share of tokens whose gradient the clip decides",
+    "reward": "weighted sum of the reward functions, mean over completions",
+    "reward_std": "its standard deviation over completions",
+    "rewards/{NAME}/mean": "of one reward function",
+    "rewards/{NAME}/std": "its standard deviation over completions",
+    "frac_reward_zero_std": "share of groups whose completions all have the same reward",
+    "completions/mean_length": "tokens",
+    "completions/min_length": "tokens",
+    "completions/max_length": "tokens",
+    "completions/clipped_ratio": "share that ran into the length limit",
+    "completions/mean_terminated_length": "tokens of those that ended by themselves",
+    "completions/repetition": "share of a completion's 8-grams that occurred earlier in it, mean over completions",
+    "completions/ungraded_frac": "share that every reward function declined to grade; they have no advantage",
+    "rollout_corr/kl": "mean over tokens of log pi_sampler - log pi_dense (k1)",
+    "rollout_corr/k3_kl": "mean over tokens of xi - log xi - 1 (k3)",
+    "rollout_corr/rollout_is_eff_sample_size": "of the weights xi, as a fraction of the tokens",
+    "mismatch/catastrophic_frac": "share of tokens with xi < 1e-4",
+    "mismatch/lowest_log_xi_mean": "mean over completions of their smallest log xi",
+    "mismatch/xi_p01": "1st percentile of xi over tokens",
+    "mismatch/xi_p05": "5th percentile of xi over tokens",
+    "mismatch/xi_p50": "median of xi over tokens",
+    "mismatch/xi_p99": "99th percentile of xi over tokens",
+    "mismatch/overlap_mean": "sum over the vocabulary of min(sampler, dense), mean over tokens (a lower bound)",
+    "mismatch/overlap_p05": "its 5th percentile over tokens",
+    "mismatch/overlap_p01": "its 1st percentile over tokens",
+    "mismatch/coverage": "share of completions that were scored; the others are stood for by a sample",
+    "mismatch/sampling_se": "standard error, at most, that the sample adds to a share of completions",
+    "correction/rejection_rate": "share of completions rejected as a whole",
+    "correction/skipped_updates": "updates that changed nothing: all rejected, or a gradient that is not finite",
+    "train/working_frac": "share of completions that have a loss",
+    "kv/saved_frac": "1 - entries held / entries a dense cache would hold, summed over decode steps",
+    "kv/peak_frac": "mean peak of entries held, over what a dense cache would peak at",
+    "kv/peak_bytes": "most bytes of KV pages and query rings in use at once",
+    "rollout/tokens_per_s": "sampled tokens over the time of the rollout",
+    "rollout/preemptions": "sequences put back for lack of pages",
+    "eval/{CACHE}/reward": "on held-out prompts, mean over prompts",
+    "eval/{CACHE}/reward_se": "its standard error over prompts",
+    "eval/{CACHE}/mean_length": "tokens",
+    "eval/{CACHE}/clipped_ratio": "share that ran into the length limit",
+    "eval/{CACHE}/kv_saved_frac": "as kv/saved_frac",
+    "time/rollout_s": "sampling",
+    "time/reward_s": "grading",
+    "time/update_s": "scoring and learning",
+    "time/eval_s": "evaluation",
+    "time/save_s": "the checkpoint before this step",
+    "step_time": "seconds of the whole step",
+}
+
+TIMES = ("time/", "step_time", "rollout/tokens_per_s")  # what may differ between two equal runs
+
+
+def definition(name: str) -> str | None:
+    """What a metric means, or None for a name nobody defined."""
+    for pattern, text in METRICS.items():
+        expression = re.escape(pattern).replace(r"\{NAME\}", r"[^/]+").replace(r"\{CACHE\}", "(dense|sparse)")
+        if re.fullmatch(expression, name):
+            return text
+    return None
+
+
+class RunLog:
+    """JSONL files of a run folder, appended line by line, cut back to where a checkpoint knew them to be."""
+
+    FILES = ("metrics.jsonl", "completions.jsonl", "rejected.jsonl")
+
+    def __init__(self, folder: Path, sizes: dict[str, int] | None = None) -> None:
+        self.folder = folder
+        self.files: dict[str, IO[bytes]] = {}
+        for name in self.FILES:
+            path, size = folder / name, (sizes or {}).get(name, 0)
+            if size > (path.stat().st_size if path.exists() else 0):
+                raise ValueError(f"{path} is shorter than its checkpoint knew it; resume a copy of the whole folder.")
+            file = open(path, "ab")  # noqa: SIM115 - closed by close()
+            file.truncate(size)  # lines of steps that will be taken again
+            self.files[name] = file
+
+    def write(self, name: str, record: dict[str, Any]) -> None:
+        """One line; a number that JSON does not know becomes null."""
+        line = json.dumps({key: _json(value) for key, value in record.items()}, allow_nan=False)
+        self.files[name].write(line.encode() + b"\n")
+        self.files[name].flush()
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes on disk of each file, for a checkpoint."""
+        for file in self.files.values():
+            os.fsync(file.fileno())
+        return {name: os.fstat(file.fileno()).st_size for name, file in self.files.items()}
+
+    def close(self) -> None:
+        for file in self.files.values():
+            file.close()
+
+
+def read_log(path: Path) -> list[dict[str, Any]]:
+    """The lines of a JSONL file; one still being written is left out."""
+    lines = path.read_bytes().split(b"\n")
+    return [json.loads(line) for line in lines[:-1]]
+
+
+class Timer:
+    """Seconds by stage: `with timer("rollout"): ...` gives time/rollout_s."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, stage: str) -> Iterator[None]:
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            name = f"time/{stage}_s"
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - began
+
+
+def _json(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value

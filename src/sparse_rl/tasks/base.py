@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a task is: an endless stream of prompts, some held-out ones, and functions that grade completions.
+
+A reward function has TRL's signature. It is called with keywords, one list each, and returns one number a completion,
+or None for a completion it declines to grade:
+
+    def reward(prompts, completions, completion_ids, **columns) -> list[float | None]
+
+`columns` are the other keys of the dataset's rows. A function that raises, or returns anything else, stops the run:
+a broken grader and a wrong answer are different things.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from sparse_rl.types import Prompt, Rollout
+
+Reward = Callable[..., Sequence[float | None]]
+
+
+class Task(Protocol):
+    """A task as the trainer sees it."""
+
+    @property
+    def rewards(self) -> Rewards: ...
+
+    def stream(self, start: int, count: int, seed: int) -> list[Prompt]:
+        """Prompts number `start` to `start + count` of the endless stream that belongs to the seed."""
+
+    def held_out(self, count: int) -> list[Prompt]:
+        """At most `count` prompts to evaluate on, always the same."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Graded:
+    """Rewards of R completions."""
+
+    rewards: torch.Tensor  # (R,) fp64, the weighted sum; nan where every function declined
+    by_function: dict[str, torch.Tensor]  # (R,) fp64 each, nan where it declined
+
+    def metrics(self) -> dict[str, float]:
+        values = {"reward": _mean(self.rewards), "reward_std": _std(self.rewards)}
+        for name, rewards in self.by_function.items():
+            values[f"rewards/{name}/mean"] = _mean(rewards)
+            values[f"rewards/{name}/std"] = _std(rewards)
+        return values
+
+
+@dataclass(frozen=True, slots=True)
+class Rewards:
+    """Reward functions with their weights (1 each, if none are given)."""
+
+    functions: tuple[Reward, ...]
+    weights: tuple[float, ...] = ()
+    names: tuple[str, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        if not self.functions:
+            raise ValueError("a task needs at least one reward function.")
+        if self.weights and len(self.weights) != len(self.functions):
+            raise ValueError(
+                f"there are {len(self.functions)} reward functions and {len(self.weights)} weights; give one each."
+            )
+        names = tuple(getattr(function, "__name__", type(function).__name__) for function in self.functions)
+        if len(set(names)) < len(names):
+            raise ValueError(f"two reward functions share a name ({', '.join(names)}); rename one.")
+        object.__setattr__(self, "names", names)
+
+    def grade(self, rollouts: list[Rollout], tokenizer: PreTrainedTokenizerBase) -> Graded:
+        """Call every function once with all completions."""
+        inputs = _inputs(rollouts, tokenizer)
+        by_function = {}
+        for name, function in zip(self.names, self.functions, strict=True):
+            try:
+                given = function(**inputs)
+            except Exception as error:
+                raise ValueError(
+                    f"reward function {name!r} raised {type(error).__name__}: {error}; mend it, then resume."
+                ) from error
+            by_function[name] = _checked(given, name, len(rollouts))
+        stacked = torch.stack(list(by_function.values()))
+        weights = torch.tensor(self.weights or [1.0] * len(self.functions), dtype=torch.float64)
+        total = (stacked * weights[:, None]).nansum(dim=0)
+        total[stacked.isnan().all(dim=0)] = math.nan
+        return Graded(rewards=total, by_function=by_function)
+
+
+def _inputs(rollouts: list[Rollout], tokenizer: PreTrainedTokenizerBase) -> dict[str, list[Any]]:
+    """Prompts and completions as the dataset has them (chats as messages), ids, and every column."""
+    ids = [rollout.token_ids.tolist() for rollout in rollouts]
+    texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
+    messages = [rollout.prompt.messages for rollout in rollouts]
+    inputs: dict[str, list[Any]] = {
+        "prompts": [chat if chat else rollout.prompt.text for chat, rollout in zip(messages, rollouts, strict=True)],
+        "completions": [
+            [{"role": "assistant", "content": text}] if chat else text
+            for chat, text in zip(messages, texts, strict=True)
+        ],
+        "completion_ids": ids,
+    }
+    for column in rollouts[0].prompt.columns:
+        inputs[column] = [rollout.prompt.columns.get(column) for rollout in rollouts]
+    return inputs
+
+
+def _checked(given: Any, name: str, count: int) -> torch.Tensor:
+    if isinstance(given, torch.Tensor):
+        given = given.tolist()
+    if not isinstance(given, Sequence) or isinstance(given, str | bytes):
+        kind = type(given).__name__
+        raise ValueError(f"reward function {name!r} returned {kind}; it must return a list, one number a completion.")
+    if len(given) != count:
+        raise ValueError(f"reward function {name!r} returned {len(given)} rewards for {count} completions.")
+    for i, value in enumerate(given):
+        if value is not None and (not isinstance(value, numbers.Real) or not math.isfinite(value)):
+            raise ValueError(
+                f"reward function {name!r} returned {value!r} for completion {i}; "
+                "it must be a finite number, or None to leave the completion out."
+            )
+    return torch.tensor([math.nan if value is None else float(value) for value in given], dtype=torch.float64)
+
+
+def _mean(values: torch.Tensor) -> float:
+    return float(values.nanmean())
+
+
+def _std(values: torch.Tensor) -> float:
+    values = values[~values.isnan()]
+    return float(values.std()) if len(values) > 1 else 0.0

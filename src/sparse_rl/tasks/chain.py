@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A table in the prompt, then a long chain of look-ups with a running sum: what a small model can learn, and what a
+cache that forgets gets wrong.
+
+    prompt   c=a7;a=b2;b=c0;a|             each letter's successor and increment, in random order; then where to start
+    chain    a?2=2>b15..b?0=2>c14.. ...    at a, increment 2, sum 2, go to b, 15 to go; at b, increment 0, sum 2, ...
+    answer   !5#                           the last sum (mod 10), then the end
+
+The chain restates the table, it has filler, and letters come round again: a good policy has entries to drop.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from sparse_rl.tasks.base import Rewards
+from sparse_rl.types import Prompt
+
+LETTERS = "abcdefghijklmnop"
+PAD, EOS = "_", "#"
+SYMBOLS = "0123456789" + LETTERS + "=;|?>.!" + PAD + EOS
+TOKEN = {symbol: i for i, symbol in enumerate(SYMBOLS)}
+STEP = 9  # tokens a step, filler apart
+INCREMENT, TOTAL = 2, 4  # their places in a step
+HELD_OUT = (1 << 62) + 1  # a seed that no training stream reaches
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problems:
+    """n problems as token ids."""
+
+    prompts: torch.Tensor  # (n, prompt length)
+    chains: torch.Tensor  # (n, chain length), the right one
+    answers: torch.Tensor  # (n,) 0 to 9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chain:
+    """The look-up chain.
+
+    letters: size of the table, 2 to 16
+    steps: look-ups to the answer, 1 to 100; nine tokens each, and the filler
+    filler: tokens of filler a step
+    """
+
+    name: ClassVar[str] = "chain"
+
+    letters: int = 5
+    steps: int = 16
+    filler: int = 2
+
+    def __post_init__(self) -> None:
+        for name, least, most in (("letters", 2, len(LETTERS)), ("steps", 1, 100), ("filler", 0, 100)):
+            if not least <= getattr(self, name) <= most:
+                raise ValueError(f"chain.{name} is {getattr(self, name)}; it must lie between {least} and {most}.")
+
+    @property
+    def prompt_len(self) -> int:
+        return 5 * self.letters + 2
+
+    @property
+    def chain_len(self) -> int:
+        """Tokens of a right chain with its answer."""
+        return (STEP + self.filler) * self.steps + 3
+
+    def problems(self, count: int, generator: torch.Generator) -> Problems:
+        """Random problems on the generator's device."""
+        device, size = generator.device, (count, self.letters)
+        successor = torch.rand(size, generator=generator, device=device).argsort(1)
+        increment = torch.randint(0, 10, size, generator=generator, device=device)
+        order = torch.rand(size, generator=generator, device=device).argsort(1)
+        current = torch.randint(0, self.letters, (count,), generator=generator, device=device)
+
+        def constant(symbol: str) -> torch.Tensor:
+            return torch.full((count,), TOKEN[symbol], device=device)
+
+        columns = []
+        for j in range(self.letters):
+            at = order[:, j : j + 1]
+            columns += [TOKEN["a"] + at[:, 0], constant("="), TOKEN["a"] + successor.gather(1, at)[:, 0]]
+            columns += [increment.gather(1, at)[:, 0], constant(";")]
+        prompts = torch.stack([*columns, TOKEN["a"] + current, constant("|")], dim=1)
+
+        columns, total = [], torch.zeros_like(current)
+        for left in range(self.steps - 1, -1, -1):
+            step = increment.gather(1, current[:, None])[:, 0]
+            total = (total + step) % 10
+            following = successor.gather(1, current[:, None])[:, 0]
+            columns += [TOKEN["a"] + current, constant("?"), step, constant("="), total]
+            columns += [constant(">"), TOKEN["a"] + following, *(constant(digit) for digit in f"{left:02d}")]
+            columns += [constant(".")] * self.filler
+            current = following
+        chains = torch.stack([*columns, constant("!"), total, constant(EOS)], dim=1)
+        return Problems(prompts=prompts, chains=chains, answers=total)
+
+    @property
+    def rewards(self) -> Rewards:
+        return Rewards((right_answer,))
+
+    def build(self, tokenizer: PreTrainedTokenizerBase) -> Chain:
+        """Itself, if the tokenizer is the one its problems are written in."""
+        if tokenizer.get_vocab() != TOKEN:
+            raise ValueError(
+                "the task chain is written in the embedded model's tokens; for others give --task.name jsonl."
+            )
+        return self
+
+    def stream(self, start: int, count: int, seed: int) -> list[Prompt]:
+        return self._prompts(count, seed * 1_000_003 + start)
+
+    def held_out(self, count: int) -> list[Prompt]:
+        return self._prompts(count, HELD_OUT)
+
+    def _prompts(self, count: int, seed: int) -> list[Prompt]:
+        problems = self.problems(count, torch.Generator().manual_seed(seed))
+        return [
+            Prompt(ids=tuple(ids), text="".join(SYMBOLS[i] for i in ids), columns={"answer": str(answer)})
+            for ids, answer in zip(problems.prompts.tolist(), problems.answers.tolist(), strict=True)
+        ]
+
+
+def right_answer(completions: list[str], answer: list[str], **_: object) -> list[float]:
+    """1 for a completion that ends in "!" and the right digit, else 0."""
+    return [float(text.endswith(f"!{right}")) for text, right in zip(completions, answer, strict=True)]
+
+
+def chain_tokenizer() -> PreTrainedTokenizerFast:
+    """One token a character."""
+    tokenizer = Tokenizer(models.WordLevel(TOKEN, unk_token=PAD))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token=PAD, eos_token=EOS, unk_token=PAD, clean_up_tokenization_spaces=False
+    )

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The module with its fp32 masters, its optimiser and its learning rate."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from sparse_rl.objective.correction import check_choices
+from sparse_rl.score.head import Head
+from sparse_rl.train.master import MasterWeights
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerConfig:
+    """AdamW and its learning rate.
+
+    learning_rate: at its highest
+    schedule: "constant", "linear" (to 0 at the end) or "cosine" (to 0 at the end)
+    warmup: updates over which the learning rate rises from 0
+    weight_decay: of matrices; vectors (norms, biases) are not decayed
+    beta1: decay of the gradient's running mean
+    beta2: decay of its running square
+    eps: added to the denominator
+    """
+
+    learning_rate: float = 1e-6
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup: int = 0
+    weight_decay: float = 0.0
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+
+    def __post_init__(self) -> None:
+        check_choices(self, "optimizer")
+        for field in ("learning_rate", "warmup", "weight_decay", "eps"):
+            if not 0 <= getattr(self, field) < math.inf:
+                raise ValueError(f"optimizer.{field} is {getattr(self, field)}; it must be 0 or more.")
+        for field in ("beta1", "beta2"):
+            if not 0 <= getattr(self, field) < 1:
+                raise ValueError(f"optimizer.{field} is {getattr(self, field)}; it must lie in [0, 1).")
+
+    def build(self, masters: MasterWeights) -> torch.optim.AdamW:
+        decayed = [master for master in masters.masters if master.dim() > 1]
+        others = [master for master in masters.masters if master.dim() <= 1]
+        groups = [{"params": decayed, "weight_decay": self.weight_decay}, {"params": others, "weight_decay": 0.0}]
+        return torch.optim.AdamW(groups, lr=self.learning_rate, betas=(self.beta1, self.beta2), eps=self.eps)
+
+    def rate(self, update: int, num_updates: int) -> float:
+        """The learning rate of an update, counted from 0."""
+        if update < self.warmup:
+            return self.learning_rate * (update + 1) / self.warmup
+        done = min(1.0, (update - self.warmup) / max(1, num_updates - self.warmup))
+        factor = {"constant": 1.0, "linear": 1.0 - done, "cosine": 0.5 * (1.0 + math.cos(math.pi * done))}
+        return self.learning_rate * factor[self.schedule]
+
+
+class Learner:
+    """Takes optimiser steps; `rate` gives the learning rate of an update, the optimiser's own if there is none."""
+
+    def __init__(
+        self,
+        head: Head,
+        optimizer: torch.optim.Optimizer,
+        masters: MasterWeights,
+        *,
+        ref_head: Head | None = None,
+        rate: Callable[[int], float] | None = None,
+    ) -> None:
+        self.head, self.ref_head = head, ref_head
+        self.optimizer, self.masters = optimizer, masters
+        self.rate = rate
+        self.num_updates = 0
+
+    @property
+    def device(self) -> torch.device:
+        return self.head.model.device
+
+    def step(self, max_grad_norm: float, *, skip: bool) -> dict[str, float]:
+        """Clip, step, publish; the schedule goes on even where nothing moves."""
+        if self.rate is not None:
+            for group in self.optimizer.param_groups:
+                group["lr"] = self.rate(self.num_updates)
+        self.num_updates += 1
+        metrics = {"learning_rate": float(self.optimizer.param_groups[0]["lr"])}
+        if skip:
+            return metrics | {"grad_norm": 0.0, "correction/skipped_updates": 1.0}
+        norm = float(torch.nn.utils.clip_grad_norm_(self.masters.masters, max_grad_norm))
+        finite = math.isfinite(norm)
+        if finite:
+            self.optimizer.step()
+            self.masters.publish()
+        else:
+            logger.warning("the gradient norm is %s: this update changes nothing.", norm)
+        self.masters.zero_grad()
+        return metrics | {"grad_norm": norm, "correction/skipped_updates": float(not finite)}
