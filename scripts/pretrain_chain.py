@@ -29,7 +29,7 @@ from sparse_rl.model.attention import NAME
 from sparse_rl.model.dry_run import dry_run
 from sparse_rl.model.load import LoadedModel
 from sparse_rl.rollout import Engine, EngineConfig, Sampling
-from sparse_rl.tasks.chain import EOS, INCREMENT, PAD, STEP, TOKEN, TOTAL, Chain, chain_tokenizer, correct_answer
+from sparse_rl.tasks.chain import EOS, INCREMENT, PAD, STEP, TOKEN, TOTAL, Chain, chain_tokenizer, right_answer
 
 YOUNGEST, OLDEST = 8, 64  # ages at which a hidden entry may disappear
 
@@ -83,7 +83,7 @@ def accuracy(model: LlamaForCausalLM, task: Chain, hidden: int, count: int = 512
     engine = Engine(LoadedModel(model=copy, tokenizer=tokenizer, shape=dry_run(copy)), config=EngineConfig(rows=count))
     rollouts = engine.generate(task.held_out(count), Sampling(max_tokens=task.chain_len + 16))
     texts = [str(tokenizer.decode(rollout.token_ids)) for rollout in rollouts]
-    return sum(correct_answer(texts, [rollout.prompt.columns["answer"] for rollout in rollouts])) / count
+    return sum(right_answer(texts, [rollout.prompt.columns["answer"] for rollout in rollouts])) / count
 
 
 def main() -> None:

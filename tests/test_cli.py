@@ -90,7 +90,7 @@ def test_compare_shows_both_and_the_overlap_of_every_token(tmp_path, capsys):
 
 
 def test_compare_of_a_large_vocabulary_gives_bounds(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(cli, "EXACT_VOCABULARY", 10)
+    monkeypatch.setattr("sparse_rl.objective.mismatch.EXACT_VOCABULARY", 10)
     output = tmp_path / "out.jsonl"
     arguments = ["a prompt of more than sixteen tokens", "--sampling.temperature", "0.5", "--output", str(output)]
     _, out, _ = run("generate", *arguments, "--compare", *SHORT, *SPARSE, capsys=capsys)

@@ -37,9 +37,6 @@ that is a string or a list of chat messages), or from standard input.
   sparse-rl generate "Once upon a time" --kv.policy streaming --kv.budget 32 --compare
 """
 
-EXACT_VOCABULARY = 4096  # up to this size --compare gets the whole distribution
-TOP_LOGPROBS = 20  # above it, this many
-
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command and leave with its exit code: 0, 2 for what the user can mend, 1 otherwise."""
@@ -266,7 +263,7 @@ def _compare(loaded: LoadedModel, policy: Any, sampling: Any, config: Any, promp
     from rich.console import Console
 
     from sparse_rl.kv import EvictPolicy, Full
-    from sparse_rl.objective.mismatch import overlap_bounds
+    from sparse_rl.objective.mismatch import overlap_bounds, overlap_ids
     from sparse_rl.report.compare import side_by_side, summary
     from sparse_rl.report.progress import ProgressLine
     from sparse_rl.rollout import Engine
@@ -280,8 +277,8 @@ def _compare(loaded: LoadedModel, policy: Any, sampling: Any, config: Any, promp
         raise ValueError("--compare needs the whole distribution; leave out sampling.top_p and sampling.top_k.")
     if sampling.top_logprobs:
         raise ValueError("--compare asks for the log-probs it needs; leave out sampling.top_logprobs.")
-    exact = loaded.vocab_size <= EXACT_VOCABULARY
-    sampling = replace(sampling, top_logprobs=loaded.vocab_size if exact else TOP_LOGPROBS)
+    sampling = replace(sampling, top_logprobs=overlap_ids(loaded.vocab_size))
+    exact = sampling.top_logprobs == loaded.vocab_size
     with ProgressLine() as line:
         dense = Engine(loaded, Full(), config).generate(prompts, sampling, on_step=line.show)
         sparse = Engine(loaded, policy, config).generate(prompts, sampling, on_step=line.show)

@@ -14,7 +14,13 @@ import torch
 from sparse_rl.objective.correction import MAX_LOG_RATIO, sum_rows
 
 CATASTROPHIC = 1e-4  # xi below this: the dense model finds the token all but impossible
+EXACT_VOCABULARY, TOP = 4096, 20  # up to this size overlap is exact, above it from this many ids
 QUANTILES = {"p01": 0.01, "p05": 0.05, "p50": 0.5, "p99": 0.99}
+
+
+def overlap_ids(vocab_size: int) -> int:
+    """How many of the sampler's most likely ids to ask for."""
+    return vocab_size if vocab_size <= EXACT_VOCABULARY else TOP
 
 
 def overlap_bounds(
@@ -57,6 +63,9 @@ def diagnose(
             (weights * xi).sum() ** 2 / ((weights * xi * xi).sum() * weights.sum())
         ),
         "mismatch/catastrophic_frac": mean((raw < math.log(CATASTROPHIC)).double()),
+        "mismatch/catastrophic_rollout_frac": float(
+            (row_weights * (lowest_R < math.log(CATASTROPHIC))).sum() / row_weights[present_R].sum()
+        ),
         "mismatch/lowest_log_xi_mean": float((lowest_R * row_weights)[present_R].sum() / row_weights[present_R].sum()),
     }
     for name, value in zip(QUANTILES, weighted_quantiles(xi, weights, list(QUANTILES.values())), strict=True):

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One or several runs as one HTML page that needs nothing but itself.
 
-What comes from a run is text until it is escaped: `Html` marks what already is markup, and everything else that reaches
-a tag goes through `html.escape`.
+Everything a run brings along is escaped by `markup`, through which all text goes; `Html` is what has been there.
 """
 
 from __future__ import annotations
@@ -11,31 +10,51 @@ import html
 import math
 import os
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from sparse_rl.metrics import definition
-from sparse_rl.report.plots import MARKERS, PLOTS, Plot, drawn, looks, png, svg
-from sparse_rl.report.runs import Record, Run, differing, load_runs
+from sparse_rl.report.plots import MARKERS, PLOTS, POINTS, Plot, draw_png, draw_svg, drawn, looks
+from sparse_rl.report.runs import NONE, Record, Run, advice, differing, load_runs, summary
 
-LAST = 10  # steps that the summary's reward is a mean over
-MANY_REJECTED = 0.15  # from here on the page says so
-REJECTED, COMPLETIONS = 5, 4  # of each run, at most
-NONE = "–"
+REJECTED, COMPLETIONS = 6, 8  # shown in all, shared out among the runs
+REJECTED_FACTS = ("step", "index", "sampler_logprob", "dense_logprob", "log_xi")
+COMPLETION_FACTS = ("step", "reward", "advantage", "accepted", "finish_reason", "lowest_log_xi")
 
 CSS = """
-:root { color-scheme: light dark; --line: #8884; --soft: #8881; --warn: #e69f0033; --bad: #d55e0055; }
+:root { color-scheme: light dark; }
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 82rem; margin: 0 auto; padding: 1rem; }
-h1 { margin: 0; } h2 { margin: 2rem 0 .5rem; } p { max-width: 60rem; }
+h1 { font-size: 1.6rem; margin: 0; overflow-wrap: anywhere; } h2 { margin: 2rem 0 .5rem; }
+p { max-width: 60rem; } small { opacity: .75; }
 .wide { overflow-x: auto; } table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; }
-th, td { text-align: left; vertical-align: top; padding: .3rem .8rem .3rem 0; border-bottom: 1px solid var(--line); }
-th { white-space: nowrap; } td { min-width: 3rem; max-width: 32rem; overflow-wrap: anywhere; }
-.summary td { white-space: nowrap; }
-.note { background: var(--warn); padding: .5rem .8rem; border-radius: .4rem; }
-.legend { position: sticky; top: 0; background: Canvas; padding: .4rem 0; display: flex; flex-wrap: wrap; gap: .2rem 1.4rem; }
+th, td { text-align: left; vertical-align: top; padding: .3rem 1rem .3rem 0; border-bottom: 1px solid #8884; }
+td { min-width: 3rem; max-width: 32rem; overflow-wrap: anywhere; } .summary td { overflow-wrap: normal; }
+td:first-child, .name { white-space: nowrap; }
+.note { background: #e69f0033; padding: .5rem .8rem; border-radius: .4rem; }
+.legend { position: sticky; top: 0; background: Canvas; max-height: 5rem; overflow-y: auto; padding: .4rem 0; }
+.legend .name { margin-right: 1.4rem; }
 .plots { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(23rem, 100%), 1fr)); gap: 1rem; }
 svg { width: 100%; height: auto; } details { margin: .5rem 0; } summary { cursor: pointer; }
-pre { white-space: pre-wrap; overflow-wrap: anywhere; background: var(--soft); padding: .6rem; margin: .3rem 0 1rem; font-size: .85rem; }
-mark { background: var(--bad); color: inherit; border-radius: .2rem; padding: 0 .15rem; } small { opacity: .75; }
+pre { white-space: pre-wrap; overflow-wrap: anywhere; background: #8881; padding: .6rem; margin: .2rem 0 1rem; }
+pre { max-height: 16rem; overflow-y: auto; }
+mark { background: #d55e0066; color: inherit; border-radius: .2rem; padding: 0 .15rem; }
+"""
+
+PAGE = """<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{title}</title>
+<style>{css}</style>
+</head>
+<body>
+<h1>{title}</h1>
+<p>Reinforcement learning of a language model whose rollouts run on a sparse KV cache: what was learnt, how far the
+sampler was from the dense model, and what the cache saved.</p>
+{body}
+</body>
+</html>
 """
 
 
@@ -43,7 +62,151 @@ class Html(str):
     """Text that is markup already."""
 
 
-def write_report(folders: list[Path], output: Path, png_folder: Path | None = None) -> None:
-    """Write the page, and a PNG of each of its plots where a folder for them is given."""
+def write_report(folders: list[Path], output: Path, png: Path | None = None) -> None:
+    """Write the page of these run folders and, into the folder `png`, a picture of each of its plots."""
     runs = load_runs(folders)
     plots = [plot for plot in PLOTS if drawn(plot, runs)]
+    _write(output, page(runs, plots).encode(errors="replace"))
+    if png is not None:
+        for plot in plots:
+            _write(png / f"{plot.name}.png", draw_png(plot, runs))
+
+
+def page(runs: list[Run], plots: list[Plot]) -> str:
+    """The whole document."""
+    notes = [f'<p class="note">{markup(f"{run.name}: {note}")}</p>' for run in runs for note in advice(run)]
+    parts = (*notes, _summary(runs), _plots(runs, plots), _settings(runs), _definitions(runs, plots))
+    body = "\n".join((*parts, _rejected(runs), _completions(runs)))
+    return PAGE.format(title=markup(_cut(", ".join(run.name for run in runs), 100, 0)), css=CSS, body=body)
+
+
+def markup(text: str) -> Html:
+    return text if isinstance(text, Html) else Html(html.escape(text))
+
+
+def table(head: Iterable[str], rows: Iterable[Iterable[str]], kind: str = "") -> Html:
+    """A table that scrolls sideways where the screen is narrow."""
+    top = "".join(f"<th>{markup(cell)}</th>" for cell in head)
+    body = "\n".join("<tr>" + "".join(f"<td>{markup(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    return Html(f'<div class="wide"><table class="{kind}">\n<tr>{top}</tr>\n{body}\n</table></div>')
+
+
+def _summary(runs: list[Run]) -> Html:
+    facts = [summary(run) for run in runs]
+    rows = [(name, *fact.values()) for name, fact in zip(_names(runs), facts, strict=True)]
+    return Html(
+        f"<h2>Summary</h2>\n{table(('run', *facts[0]), rows, 'summary')}\n"
+        "<p><small>Held-out reward is that of the first and of the last evaluation, ± one standard error over prompts; "
+        "where the task's reward is 0 or 1, it is accuracy. Rejected, KV saved, length and tokens/s are means over all "
+        "steps.</small></p>"
+    )
+
+
+def _plots(runs: list[Run], plots: list[Plot]) -> Html:
+    if not plots:
+        return Html("<h2>Training</h2>\n<p>There is nothing to plot yet.</p>")
+    legend = f'<div class="legend">{" ".join(_names(runs))}</div>\n' if len(runs) > 1 else ""
+    drawings = "\n".join(f"<div>{draw_svg(plot, runs)}</div>" for plot in plots)
+    blocks = ""
+    if any(run.num_steps > POINTS for run in runs):
+        blocks = f"<p><small>A line has at most {POINTS} points; they are means over blocks of steps.</small></p>\n"
+    return Html(f'<section><h2>Training</h2>\n{blocks}{legend}<div class="plots">\n{drawings}\n</div></section>')
+
+
+def _settings(runs: list[Run]) -> Html:
+    def of(names: Iterable[str]) -> Html:
+        head = ("setting", *(run.name for run in runs))
+        return table(head, ((name, *(run.settings.get(name, NONE) for run in runs)) for name in names))
+
+    every = dict.fromkeys(name for run in runs for name in run.settings)
+    apart = [name for name in differing(runs) if name not in ("command", "started")]
+    text = of(apart) if apart else Html("<p>None.</p>")
+    return Html(
+        (f"<h2>Settings that differ</h2>\n{text}\n" if len(runs) > 1 else "<h2>Settings</h2>\n")
+        + f"<details><summary>All settings</summary>\n{of(every)}\n</details>"
+    )
+
+
+def _definitions(runs: list[Run], plots: list[Plot]) -> Html:
+    shown = [metric for plot in plots for metric in drawn(plot, runs)]
+    rows = [(name, definition(name) or NONE) for name in [*shown, "rollout/tokens_per_s"]]
+    return Html(f"<h2>Metrics</h2>\n{table(('metric', 'meaning'), rows)}")
+
+
+def _rejected(runs: list[Run]) -> Html:
+    found = []
+    for run in runs:
+        telling: dict[str, Record] = {}
+        for record in sorted(run.rejected, key=_log_xi):
+            telling.setdefault(_text(record, "prompt"), record)  # one a prompt
+        for record in list(telling.values())[: max(1, REJECTED // len(runs))]:
+            token, before, after = (_text(record, key) for key in ("token", "before", "after"))
+            marked = f"<mark>{markup(token if token.strip() else repr(token))}</mark>"
+            context = markup(_cut(before, 0, 240)) + marked + markup(_cut(after, 120, 0))
+            found.append(_sample(run, record, REJECTED_FACTS, Html(context)))
+    if not found:
+        return Html("")
+    return Html(
+        "<h2>Rejected completions</h2>\n<p>The marked token has the completion's smallest xi: the sampler took it "
+        "where the dense model hardly would. Shown are the most extreme.</p>\n" + "\n".join(found)
+    )
+
+
+def _completions(runs: list[Run]) -> Html:
+    half = max(1, COMPLETIONS // len(runs) // 2)
+    found = [
+        _sample(run, record, COMPLETION_FACTS, _cut(_text(record, "completion"), 900, 400))
+        for run in runs
+        for record in run.completions[:half] + run.completions[half:][-half:]  # the first and the last
+    ]
+    return Html(
+        f"<h2>Samples</h2>\n<details><summary>Some completions</summary>\n{''.join(found)}</details>" if found else ""
+    )
+
+
+def _sample(run: Run, record: Record, facts: tuple[str, ...], text: str) -> Html:
+    said = ", ".join(f"{fact.replace('_', ' ')} {_shown(record.get(fact))}" for fact in facts)
+    prompt = markup(_cut(_text(record, "prompt"), 160, 240))
+    return Html(f"<p>{markup(run.name)}: {markup(said)}</p>\n<pre><small>{prompt}</small>\n{markup(text)}</pre>\n")
+
+
+def _names(runs: list[Run]) -> list[Html]:
+    """Each run's name behind its colour and marker."""
+    return [
+        Html(f'<span class="name"><span style="color:{colour}">{MARKERS[marker]}</span> {markup(run.name)}</span>')
+        for run, (colour, marker) in zip(runs, looks(len(runs)), strict=True)
+    ]
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return NONE if value is None else f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def _text(record: Record, key: str) -> str:
+    return str(record[key]) if record.get(key) is not None else ""
+
+
+def _log_xi(record: Record) -> float:
+    """Null stands for a number JSON has no name for: here, minus infinity."""
+    value = record.get("log_xi")
+    return float(value) if isinstance(value, int | float) else -math.inf
+
+
+def _cut(text: str, head: int, tail: int) -> str:
+    """The first and the last characters, with an ellipsis for what lies between."""
+    return text if len(text) <= head + tail else f"{text[:head]} … {text[len(text) - tail :]}".strip()
+
+
+def _write(path: Path, content: bytes) -> None:
+    """All of it or nothing: a reader never meets half a file."""
+    part = path.with_name(f".{path.name}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part.write_bytes(content)
+        os.replace(part, path)
+    except OSError as error:
+        with suppress(OSError):
+            part.unlink()
+        raise ValueError(f"{path} cannot be written ({error.strerror}); give another place for it.") from error

@@ -26,41 +26,28 @@ POINTS = 100  # of a line; a longer one is drawn as means over blocks of steps
 FLOOR = 1e-12  # where smaller values stand on a log axis
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Plot:
     name: str
     title: str
     metrics: dict[str, str]  # and what each is called in the plot
-    scale: Literal["linear", "share", "log"] = "linear"
+    scale: Literal["linear", "share", "log", "evaluation"] = "linear"
     compared: int = 4  # how many of the metrics are drawn for several runs
 
 
+XI = {f"mismatch/xi_{stat}": stat for stat in ("p01", "p05", "p50", "p99")}
+OVERLAP = {f"mismatch/overlap_{stat}": stat for stat in ("mean", "p05", "p01")}
 PLOTS = (
-    Plot(name="reward", title="Training reward", metrics={"reward": "mean"}),
-    Plot(name="dense", title="Held-out reward, dense cache (± 1 s.e.)", metrics={"eval/dense/reward": "mean"}),
-    Plot(name="sparse", title="Held-out reward, sparse cache (± 1 s.e.)", metrics={"eval/sparse/reward": "mean"}),
-    Plot(name="rejection", title="Rejected completions", metrics={"correction/rejection_rate": "share"}, scale="share"),
-    Plot(
-        name="xi",
-        title="xi, dense over sampler",
-        metrics={f"mismatch/xi_{stat}": stat for stat in ("p01", "p05", "p50", "p99")},
-        scale="log",
-        compared=1,
-    ),
-    Plot(
-        name="overlap",
-        title="Overlap of sampler and dense",
-        metrics={f"mismatch/overlap_{stat}": stat for stat in ("mean", "p05", "p01")},
-    ),
-    Plot(name="length", title="Completion length, tokens", metrics={"completions/mean_length": "mean"}),
-    Plot(
-        name="kv",
-        title="KV entries, of a dense cache's",
-        metrics={"kv/saved_frac": "saved", "kv/peak_frac": "peak"},
-        scale="share",
-    ),
-    Plot(name="kl", title="Mismatch KL", metrics={"rollout_corr/kl": "k1", "rollout_corr/k3_kl": "k3"}),
-    Plot(name="grad_norm", title="Gradient norm", metrics={"grad_norm": "mean"}),
+    Plot("reward", "Training reward", {"reward": "mean"}),
+    Plot("dense", "Held-out reward, dense cache (± 1 s.e.)", {"eval/dense/reward": "mean"}, "evaluation"),
+    Plot("sparse", "Held-out reward, sparse cache (± 1 s.e.)", {"eval/sparse/reward": "mean"}, "evaluation"),
+    Plot("rejection", "Rejected completions", {"correction/rejection_rate": "share"}, "share"),
+    Plot("xi", "Ratio xi", XI, "log", compared=1),
+    Plot("overlap", "Overlap", OVERLAP),
+    Plot("length", "Completion length, tokens", {"completions/mean_length": "mean"}),
+    Plot("kv", "KV, of a dense cache", {"kv/saved_frac": "saved", "kv/peak_frac": "peak"}, "share"),
+    Plot("kl", "Mismatch KL", {"rollout_corr/kl": "k1", "rollout_corr/k3_kl": "k3"}),
+    Plot("grad_norm", "Gradient norm", {"grad_norm": "mean"}),
 )
 
 STYLE: dict[str, Any] = {
@@ -78,7 +65,9 @@ STYLE: dict[str, Any] = {
     "legend.handlelength": 1.6,
     "legend.columnspacing": 1.0,
     "lines.markersize": 4,
-    **dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color", "grid.color"), INK),
+    **dict.fromkeys(
+        ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color", "grid.color"), INK
+    ),
 }
 
 
@@ -94,7 +83,7 @@ def looks(count: int) -> list[tuple[str, str]]:
     return [(COLOURS[i % len(COLOURS)], markers[i // len(COLOURS) % len(markers)]) for i in range(count)]
 
 
-def svg(plot: Plot, runs: list[Run]) -> str:
+def draw_svg(plot: Plot, runs: list[Run]) -> str:
     """An element for a page that itself says which colour is which run."""
     file = io.StringIO()
     with _style():
@@ -107,17 +96,19 @@ def svg(plot: Plot, runs: list[Run]) -> str:
     return text.replace("<svg", f'<svg role="img" aria-label="{plot.title}"', 1)
 
 
-def png(plot: Plot, runs: list[Run]) -> bytes:
+def draw_png(plot: Plot, runs: list[Run]) -> bytes:
     """A picture that stands alone, with its own legend of the runs."""
     file = io.BytesIO()
     with _style():
         figure = _figure(plot, runs)
         if len(runs) > 1:
-            handles = [figure.axes[0].plot([], [], color=colour, marker=marker)[0] for colour, marker in looks(len(runs))]
-            legend = figure.legend(handles, ["run"] * len(runs), loc="outside upper left", ncols=2, fontsize=9)
-            for label, run in zip(legend.get_texts(), runs, strict=True):
+            names = [run.name if len(run.name) <= 32 else f"{run.name[:31]}…" for run in runs]
+            lines = [figure.axes[0].plot([], [], color=colour, marker=marker)[0] for colour, marker in looks(len(runs))]
+            columns = 60 // (max(map(len, names)) + 6)
+            legend = figure.legend(lines, ["run"] * len(runs), loc="outside upper left", ncols=columns, fontsize=9)
+            for label, name in zip(legend.get_texts(), names, strict=True):
                 label.set_parse_math(False)  # a dollar sign in a name is a dollar sign
-                label.set_text(run.name if len(run.name) <= 32 else f"{run.name[:31]}…")
+                label.set_text(name)
         figure.savefig(file, format="png", dpi=200, metadata={"Software": None})
     return file.getvalue()
 
@@ -134,29 +125,33 @@ def _style() -> AbstractContextManager[None]:
 
 def _figure(plot: Plot, runs: list[Run]) -> Figure:
     from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator, PercentFormatter
+    from matplotlib.ticker import MaxNLocator
 
     figure = Figure(layout="constrained")
     axes = figure.add_subplot(title=plot.title, xlabel="step")
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=8, steps=[1, 2, 5, 10], integer=True))
     metrics, several = drawn(plot, runs), len(runs) > 1
-    for metric, dash, own_look in zip(metrics, DASHES, looks(len(metrics)), strict=False):
-        dash = dash if several else "-"
+    dashes = DASHES if several else ("-",) * len(metrics)
+    for metric, dash, metric_look in zip(metrics, dashes, looks(len(metrics)), strict=False):
         for run, run_look in zip(runs, looks(len(runs)), strict=True):
-            colour, marker = run_look if several else own_look
+            colour, marker = run_look if several else metric_look
             steps, values, errors = _points(run, metric)
             if plot.scale == "log":
                 values = [max(value, FLOOR) for value in values]
+            if errors is None and len(steps) > 1 and len(runs) <= len(COLOURS):
+                marker = ""  # where the line alone says it all
             every = 1 if errors else max(1, len(steps) // 8)
             axes.errorbar(steps, values, errors, color=colour, ls=dash, marker=marker, markevery=every, capsize=2)
-        axes.plot([], [], color=INK if several else own_look[0], ls=dash, label=plot.metrics[metric])
+        axes.plot([], [], color=INK if several else metric_look[0], ls=dash, label=plot.metrics[metric])
     if len(plot.metrics) > 1:
         axes.legend(loc="lower right", bbox_to_anchor=(1.02, 0.98), ncols=len(metrics))
     if plot.scale == "log":
         axes.set_yscale("log")
     if plot.scale == "share":
-        axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+        axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:g} %")
         axes.set_ylim(bottom=0)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    if plot.scale == "evaluation":
+        axes.set_ylim(_range(runs))
     return figure
 
 
@@ -170,3 +165,13 @@ def _points(run: Run, metric: str) -> tuple[list[float], list[float], list[float
     blocks = [series[start : start + size] for start in range(0, len(series), size)]
     steps, values = ([sum(point[i] for point in block) / len(block) for block in blocks] for i in range(2))
     return steps, values, None
+
+
+def _range(runs: list[Run]) -> tuple[float, float]:
+    """Of all evaluations, dense and sparse, so that their plots can be compared by eye."""
+    metrics = [metric for plot in PLOTS if plot.scale == "evaluation" for metric in plot.metrics]
+    points = [point for run in runs for metric in metrics for point in run.with_error(metric)]
+    spans = [(value, 0.0 if math.isnan(error) else error) for _, value, error in points]
+    low, high = min(value - error for value, error in spans), max(value + error for value, error in spans)
+    margin = 0.05 * (high - low) or 0.05
+    return low - margin, high + margin

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run folder read back: its settings, its metrics, what it wrote down of its completions.
+"""A run folder read back: its settings, its metrics, some of its completions, and what they come to.
 
 A run in progress reads like a finished one: what it has written so far, without a line that is only half there.
 """
@@ -14,6 +14,10 @@ from typing import Any
 
 from sparse_rl.metrics import read_log
 
+LAST = 10  # steps the summary's reward is a mean over
+MANY_REJECTED, NOTHING_SAVED = 0.15, 0.0005  # above and below which there is advice to give
+NONE = "–"
+
 Record = dict[str, Any]
 
 
@@ -21,7 +25,7 @@ Record = dict[str, Any]
 class Run:
     """One run, named by its folder.
 
-    Run(name="rkv-64", settings={"kv.policy": "rkv", "kv.budget": "64", "hardware": "..."}, metrics=[{"step": 0, ...}])
+    Run(name="rkv-64", settings={"kv.policy": "rkv", "kv.budget": "64", ...}, metrics=[{"step": 0, ...}, ...], ...)
     """
 
     name: str
@@ -37,7 +41,9 @@ class Run:
 
     def series(self, metric: str) -> list[tuple[float, float]]:
         """(step, value) wherever the metric has a finite value."""
-        return [(line["step"], line[metric]) for line in self.metrics if _finite(line, "step") and _finite(line, metric)]
+        return [
+            (line["step"], line[metric]) for line in self.metrics if _finite(line, "step") and _finite(line, metric)
+        ]
 
     def with_error(self, metric: str) -> list[tuple[float, float, float]]:
         """(step, value, standard error), the error NaN where there is none."""
@@ -65,27 +71,71 @@ def differing(runs: list[Run]) -> list[str]:
     return [name for name in names if len({run.settings.get(name) for run in runs}) > 1]
 
 
+def summary(run: Run) -> dict[str, str]:
+    """The run in a line: what it was, what it learnt, what it cost."""
+    policy, budget, planned = (run.settings.get(name, "null") for name in ("kv.policy", "kv.budget", "trainer.steps"))
+    return {
+        "KV policy": policy if "null" in (policy, budget) or policy == "full" else f"{policy}, budget {budget}",
+        "correction": run.settings.get("correction.preset", NONE),
+        "steps": str(run.num_steps) if planned in ("null", str(run.num_steps)) else f"{run.num_steps} of {planned}",
+        "held-out reward, dense cache": _first_and_last(run.with_error("eval/dense/reward")),
+        "held-out reward, sparse cache": _first_and_last(run.with_error("eval/sparse/reward")),
+        f"reward, last {LAST}": _number(run.mean("reward", LAST), ".3f"),
+        "rejected": _number(run.mean("correction/rejection_rate"), ".1%"),
+        "KV saved": _number(run.mean("kv/saved_frac"), ".1%"),
+        "length": _number(run.mean("completions/mean_length"), ",.1f"),
+        "tokens/s": _number(run.mean("rollout/tokens_per_s"), ",.0f"),
+    }
+
+
+def advice(run: Run) -> list[str]:
+    """What to change in the next run."""
+    found = []
+    rejection, saved = run.mean("correction/rejection_rate"), run.mean("kv/saved_frac")
+    if rejection is not None and rejection > MANY_REJECTED:
+        found.append(f"{rejection:.0%} of the completions were rejected; raise kv.budget or use a gentler policy.")
+    if saved is not None and saved < NOTHING_SAVED and run.settings.get("kv.policy") != "full":
+        found.append("no KV was saved: the budget is above the lengths seen; lower kv.budget.")
+    return found
+
+
+def _first_and_last(points: list[tuple[float, float, float]]) -> str:
+    shown = [
+        f"{value:.3f}" if math.isnan(error) else f"{value:.3f}\u00a0±\u00a0{error:.3f}"
+        for _, value, error in points[:1] + points[1:][-1:]
+    ]
+    return " → ".join(shown) or NONE
+
+
+def _number(value: float | None, form: str) -> str:
+    return NONE if value is None else format(value, form)
+
+
 def _load(folder: Path, name: str) -> Run:
-    for needed in ("run.json", "metrics.jsonl"):
-        if not (folder / needed).is_file():
-            raise ValueError(f"{folder} is no run folder, it has no {needed}; give a folder that a training run wrote.")
-    about = _read(folder / "run.json")[0]
-    config = about.get("config")
-    settings = _flat(config if isinstance(config, dict) else {}) | _flat({k: v for k, v in about.items() if k != "config"})
-    logs = {log: _read(folder / f"{log}.jsonl") for log in ("metrics", "completions", "rejected")}
-    return Run(name=name, settings=settings, **logs)
+    about, metrics = _read(folder / "run.json")[0], _read(folder / "metrics.jsonl")
+    config = about.pop("config", {})
+    return Run(
+        name=name,
+        settings=_flat(config if isinstance(config, dict) else {"config": config}) | _flat(about),
+        metrics=metrics,
+        completions=_read(path) if (path := folder / "completions.jsonl").exists() else [],
+        rejected=_read(path) if (path := folder / "rejected.jsonl").exists() else [],
+    )
 
 
 def _read(path: Path) -> list[Record]:
-    """The records of a file; none of a log that was never begun."""
-    if path.suffix == ".jsonl" and not path.exists():
-        return []
     try:
         records = read_log(path) if path.suffix == ".jsonl" else [json.loads(path.read_bytes())]
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read ({error}); repair it or leave its run out.") from error
+    except (FileNotFoundError, NotADirectoryError):
+        raise ValueError(
+            f"{path.parent} is no run folder, it has no {path.name}; give one that training wrote."
+        ) from None
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error.strerror}); mend it or leave its run out.") from error
+    except ValueError as error:
+        raise ValueError(f"{path} holds something other than JSON; mend it or leave its run out.") from error
     if not all(isinstance(record, dict) for record in records):
-        raise ValueError(f"{path} holds something other than JSON objects; repair it or leave its run out.")
+        raise ValueError(f"{path} holds something other than JSON objects; mend it or leave its run out.")
     return records
 
 

@@ -50,7 +50,7 @@ class Chain:
 
     name: ClassVar[str] = "chain"
 
-    letters: int = 5
+    letters: int = 8
     steps: int = 16
     filler: int = 2
 

@@ -36,15 +36,13 @@ class MasterWeights:
                 parameter.copy_(master)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """The masters that are not the module's own parameters, by the module's names."""
-        triples = zip(self.names, self.parameters, self.masters, strict=True)
-        return {name: master.detach() for name, parameter, master in triples if master is not parameter}
+        """All masters by the module's names."""
+        return {name: master.detach() for name, master in zip(self.names, self.masters, strict=True)}
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        for name, parameter, master in zip(self.names, self.parameters, self.masters, strict=True):
-            if master is not parameter:
-                master.copy_(state[name])
+        for name, master in zip(self.names, self.masters, strict=True):
+            master.copy_(state[name])
         self.publish()
 
 

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mean reward on held-out prompts with its standard error."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from sparse_rl.rollout import Engine, Progress, Sampling
+from sparse_rl.tasks import Rewards
+from sparse_rl.types import Prompt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalConfig:
+    """Evaluation while training, with the dense cache and with the run's own.
+
+    every: steps between evaluations; 0 evaluates at the start and the end only
+    prompts: held-out prompts, at most; 0 never evaluates
+    n: samples a prompt
+    temperature: 0 takes the best token
+    top_p: sample from the smallest set of best tokens with this mass; 1 is off
+    seed: of the samples
+    """
+
+    every: int = 10
+    prompts: int = 512
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for field, least in (("every", 0), ("prompts", 0), ("n", 1)):
+            if getattr(self, field) < least:
+                raise ValueError(f"eval.{field} is {getattr(self, field)}; it must be at least {least}.")
+
+    def sampling(
+        self, max_tokens: int, stop: tuple[str, ...] = (), stop_ids: tuple[int, ...] | None = None
+    ) -> Sampling:
+        return Sampling(
+            n=self.n,
+            max_tokens=max_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            seed=self.seed,
+            stop=stop,
+            stop_ids=stop_ids,
+        )
+
+
+def evaluate(
+    engine: Engine,
+    prompts: list[Prompt],
+    sampling: Sampling,
+    rewards: Rewards,
+    on_step: Callable[[Progress], None] | None = None,
+) -> dict[str, float]:
+    """reward, its standard error over prompts, length, truncation and KV saved."""
+    rollouts = engine.generate(prompts, sampling, on_step=on_step)
+    graded = rewards.grade(rollouts, engine.loaded.tokenizer).rewards.view(len(prompts), sampling.n)
+    means = graded.nanmean(dim=1)
+    means = means[~means.isnan()]
+    spread = float(means.std()) if len(means) > 1 else math.nan
+    full = sum(rollout.kv.full for rollout in rollouts)
+    lengths = torch.tensor([len(rollout.token_ids) for rollout in rollouts], dtype=torch.float64)
+    return {
+        "reward": float(means.mean()) if len(means) else math.nan,
+        "reward_se": spread / math.sqrt(len(means)) if len(means) else math.nan,
+        "mean_length": float(lengths.mean()),
+        "clipped_ratio": sum(rollout.finish_reason == "length" for rollout in rollouts) / len(rollouts),
+        "kv_saved_frac": 1.0 - sum(sum(rollout.kv.held) for rollout in rollouts) / full if full else 0.0,
+    }

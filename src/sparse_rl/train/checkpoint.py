@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints: `checkpoint-N` in Hugging Face layout, and beside the model what resuming needs.
+
+    config.json, model.safetensors, tokenizer ...   loads with from_pretrained
+    masters.safetensors                             fp32 weights
+    optimizer.pt                                    the optimiser's state
+    trainer_state.json                              step, settings, best evaluation, sizes of the run's logs and of
+                                                    every file of the checkpoint
+
+A checkpoint is written into `checkpoint-N.tmp`, brought to disk and renamed, so one without that suffix is whole. There
+is no random state to keep: every random number is a function of the seed and the step.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from sparse_rl.model.load import LoadedModel
+from sparse_rl.train.learner import Learner
+
+STATE = "trainer_state.json"
+
+
+def save(folder: Path, loaded: LoadedModel, learner: Learner, state: dict[str, Any]) -> None:
+    """Write a checkpoint; a crash at any moment leaves either nothing or all of it."""
+    temporary = folder.with_name(folder.name + ".tmp")
+    remove(temporary)
+    try:
+        temporary.mkdir(parents=True)
+        loaded.model.save_pretrained(temporary)
+        loaded.tokenizer.save_pretrained(temporary)
+        save_file(learner.masters.state_dict(), temporary / "masters.safetensors")
+        torch.save(learner.optimizer.state_dict(), temporary / "optimizer.pt")
+        files = {str(path.relative_to(temporary)): path.stat().st_size for path in _files(temporary)}
+        record = state | {"num_updates": learner.num_updates, "files": files}
+        (temporary / STATE).write_text(json.dumps(record, indent=1) + "\n")
+        for path in [*_files(temporary), temporary]:
+            _to_disk(path)
+        remove(folder)
+        temporary.rename(folder)
+        _to_disk(folder.parent)
+    except BaseException:
+        remove(temporary)
+        raise
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """A checkpoint's record, if all its files are there in full."""
+    try:
+        state: dict[str, Any] = json.loads((folder / STATE).read_text())
+        files = dict(state["files"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{folder} is not a checkpoint of a run: its {STATE} is missing or damaged; choose another."
+        ) from error
+    for name, size in files.items():
+        path = folder / name
+        found = path.stat().st_size if path.is_file() else None
+        if found != size:
+            what = "missing" if found is None else f"{found} bytes long instead of {size}"
+            raise ValueError(f"checkpoint {folder} is damaged: {name} is {what}; resume from an earlier one.")
+    return state
+
+
+def restore(folder: Path, learner: Learner) -> None:
+    """Put a checkpoint's weights and optimiser state into the learner."""
+    masters = load_file(folder / "masters.safetensors")
+    own = learner.masters.state_dict()
+    wrong = sorted(own.keys() ^ masters.keys()) + [n for n in own if n in masters and own[n].shape != masters[n].shape]
+    if wrong:
+        raise ValueError(
+            f"checkpoint {folder} is of another model ({wrong[0]} differs); give the model it was trained from."
+        )
+    learner.masters.load_state_dict(masters)
+    learner.optimizer.load_state_dict(torch.load(folder / "optimizer.pt", weights_only=True))
+    learner.num_updates = read_state(folder)["num_updates"]
+
+
+def checkpoints(run: Path) -> list[Path]:
+    """The whole checkpoints of a run folder, oldest first."""
+    found = [path for path in run.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name)]
+    return sorted(found, key=lambda path: int(path.name.partition("-")[2]))
+
+
+def prune(run: Path, keep: int | None, best: str | None) -> None:
+    """Delete the oldest checkpoints beyond `keep`, never the best one; and what a crash left half-written."""
+    for leftover in run.glob("checkpoint-*.tmp"):
+        remove(leftover)
+    others = [path for path in checkpoints(run) if path.name != best]
+    num_best = len(checkpoints(run)) - len(others)
+    if keep is not None:
+        for path in others[: max(0, len(others) - max(1, keep - num_best))]:
+            doomed = path.rename(path.with_name(path.name + ".tmp"))  # never a partial folder under a whole one's name
+            remove(doomed)
+
+
+def remove(folder: Path) -> None:
+    if folder.exists():
+        shutil.rmtree(folder)
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def _to_disk(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who may watch a run: an observer is told what happens and changes nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sparse_rl.rollout import Progress
+
+if TYPE_CHECKING:
+    from sparse_rl.train.trainer import Trainer
+
+
+class Observer:
+    """Does nothing; override what you want to see."""
+
+    def on_begin(self, trainer: Trainer) -> None:
+        """Before the first step, or the first after a resume."""
+
+    def on_progress(self, stage: str, progress: Progress) -> None:
+        """While sampling; the stage is "rollout", "eval/dense" or "eval/sparse"."""
+
+    def on_log(self, metrics: dict[str, Any]) -> None:
+        """After each step, with what goes into metrics.jsonl."""
+
+    def on_save(self, folder: Path) -> None:
+        """After a checkpoint."""
+
+    def on_end(self) -> None:
+        """After the last step, or when the run stops for another reason."""

@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a step leaves behind for people: numbers about the rollouts, completions, and why some were rejected."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import PreTrainedTokenizerBase
+
+import sparse_rl
+from sparse_rl.model.load import LoadedModel
+from sparse_rl.tasks import Graded
+from sparse_rl.train.update import Updated
+from sparse_rl.types import Rollout
+
+NGRAM = 8  # repetition is counted in runs of this many tokens
+BEFORE, AFTER = 48, 8  # tokens of context around an offending one
+
+
+def rollout_metrics(rollouts: list[Rollout], graded: Graded, groups: list[int]) -> dict[str, float]:
+    """Rewards, lengths, repetition and KV of a rollout batch."""
+    lengths = torch.tensor([len(rollout.token_ids) for rollout in rollouts], dtype=torch.float64)
+    cut = torch.tensor([rollout.finish_reason == "length" for rollout in rollouts])
+    rewards, group_of = graded.rewards, torch.tensor(groups)
+    spreads = []
+    for group in range(max(groups) + 1):
+        known = rewards[(group_of == group) & ~rewards.isnan()]
+        spreads.append(len(known) == 0 or bool((known == known[0]).all()))
+    full = sum(rollout.kv.full for rollout in rollouts)
+    dense_peak = sum(len(rollout.prompt.ids) + len(rollout.token_ids) - 1 for rollout in rollouts)
+    return {
+        **graded.metrics(),
+        "frac_reward_zero_std": sum(spreads) / len(spreads),
+        "completions/mean_length": float(lengths.mean()),
+        "completions/min_length": float(lengths.min()),
+        "completions/max_length": float(lengths.max()),
+        "completions/clipped_ratio": float(cut.double().mean()),
+        "completions/mean_terminated_length": float(lengths[~cut].mean()) if not cut.all() else 0.0,
+        "completions/repetition": sum(repetition(rollout.token_ids) for rollout in rollouts) / len(rollouts),
+        "completions/ungraded_frac": float(rewards.isnan().double().mean()),
+        "kv/saved_frac": 1.0 - sum(sum(rollout.kv.held) for rollout in rollouts) / full if full else 0.0,
+        "kv/peak_frac": sum(rollout.kv.peak for rollout in rollouts) / dense_peak if dense_peak else 1.0,
+    }
+
+
+def repetition(token_ids: torch.Tensor) -> float:
+    """Share of the n-grams that occurred earlier."""
+    count = len(token_ids) - NGRAM + 1
+    if count <= 1:
+        return 0.0
+    return 1.0 - len(torch.unique(token_ids.unfold(0, NGRAM, 1), dim=0)) / count
+
+
+def completion_records(
+    rollouts: list[Rollout],
+    graded: Graded,
+    advantages_R: torch.Tensor,
+    updated: Updated,
+    tokenizer: PreTrainedTokenizerBase,
+    count: int,
+) -> list[dict[str, Any]]:
+    """The first completions of the batch, spread over its groups."""
+    chosen = range(0, len(rollouts), max(1, len(rollouts) // count))[:count] if count else []
+    records = []
+    for i in chosen:
+        log_xi = updated.dense_logprobs[i] - rollouts[i].sampler_logprobs
+        lowest = float(log_xi.min())
+        records.append(
+            {
+                "prompt": rollouts[i].prompt.text,
+                "completion": tokenizer.decode(rollouts[i].token_ids),
+                "reward": float(graded.rewards[i]),
+                "rewards": {name: _number(values[i]) for name, values in graded.by_function.items()},
+                "advantage": float(advantages_R[i]),
+                "accepted": bool(updated.accepted[i]),
+                "finish_reason": rollouts[i].finish_reason,
+                "lowest_log_xi": None if math.isnan(lowest) else lowest,
+            }
+        )
+    return records
+
+
+def rejected_records(
+    rollouts: list[Rollout], updated: Updated, tokenizer: PreTrainedTokenizerBase, count: int
+) -> list[dict[str, Any]]:
+    """The rejected completions with the token the dense model finds least likely, both log-probs and its context."""
+    lowest = {}
+    for i in (~updated.accepted).nonzero()[:, 0].tolist():
+        log_xi = updated.dense_logprobs[i] - rollouts[i].sampler_logprobs
+        place = int(log_xi.argmin())
+        lowest[i] = (float(log_xi[place]), place)
+    records = []
+    for i in sorted(lowest, key=lambda i: lowest[i])[:count]:
+        (value, place), rollout = lowest[i], rollouts[i]
+        sequence = [*rollout.prompt.ids, *rollout.token_ids.tolist()]
+        at = len(rollout.prompt.ids) + place
+        records.append(
+            {
+                "prompt": rollout.prompt.text,
+                "token": tokenizer.decode([sequence[at]]),
+                "token_id": sequence[at],
+                "index": place,
+                "sampler_logprob": float(rollout.sampler_logprobs[place]),
+                "dense_logprob": float(updated.dense_logprobs[i][place]),
+                "log_xi": value,
+                "before": tokenizer.decode(sequence[max(0, at - BEFORE) : at]),
+                "after": tokenizer.decode(sequence[at + 1 : at + 1 + AFTER]),
+                "entries_held": rollout.kv.held[place - 1] if place else len(rollout.prompt.ids),
+                "entries_dense": at,
+            }
+        )
+    return records
+
+
+def start_record(run: Path, settings: dict[str, Any], loaded: LoadedModel) -> None:
+    """run.json: the settings and the machine; kept from the first start when a run is resumed."""
+    path = run / "run.json"
+    started = datetime.now(UTC).isoformat(timespec="seconds")
+    if path.exists():
+        started = json.loads(path.read_text())["started"]
+    device = loaded.model.device
+    hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()} CPU"
+    record = {
+        "command": " ".join(["sparse-rl", *sys.argv[1:]]) if sys.argv[0].endswith("sparse-rl") else " ".join(sys.argv),
+        "config": settings,
+        "versions": {
+            "sparse_rl": sparse_rl.__version__,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "python": platform.python_version(),
+        },
+        "hardware": f"{hardware}, {torch.get_num_threads()} threads",
+        "parameters": sum(parameter.numel() for parameter in loaded.model.parameters()),
+        "started": started,
+    }
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(record, indent=1) + "\n")
+    os.replace(temporary, path)
+
+
+def _number(value: torch.Tensor) -> float | None:
+    return None if bool(value.isnan()) else float(value)

@@ -1,0 +1,396 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The training loop: prompts, sparse rollouts, rewards, advantages, updates; and everything written on the way.
+
+A run folder holds run.json (settings and machine), metrics.jsonl, completions.jsonl, rejected.jsonl and checkpoint-N.
+Every random number is a function of the seed and the step, so a resumed run is the run that was never stopped.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sparse_rl.evaluate import EvalConfig, evaluate
+from sparse_rl.kv import EvictPolicy, Full, KVPolicy
+from sparse_rl.metrics import RunLog, Timer
+from sparse_rl.model.load import LoadedModel
+from sparse_rl.objective.advantage import Estimator, advantages
+from sparse_rl.objective.correction import PRESETS, Correction, check_choices
+from sparse_rl.objective.loss import LossConfig
+from sparse_rl.objective.mismatch import overlap_ids
+from sparse_rl.rollout import Engine, EngineConfig, Sampling
+from sparse_rl.score.head import Head
+from sparse_rl.tasks import Graded, Task
+from sparse_rl.train import checkpoint
+from sparse_rl.train.learner import Learner, OptimizerConfig
+from sparse_rl.train.master import MasterWeights
+from sparse_rl.train.observer import Observer
+from sparse_rl.train.record import completion_records, rejected_records, rollout_metrics, start_record
+from sparse_rl.train.update import UpdateConfig, Updated, update
+from sparse_rl.types import Rollout
+
+logger = logging.getLogger(__name__)
+
+HIGH_REJECTION = 0.15
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerConfig:
+    """The run.
+
+    output_dir: folder of the run; it must be new unless the run is resumed
+    steps: rollout batches to learn from
+    prompts_per_step: prompts a rollout batch, sampling.n completions each
+    advantage: "grpo", "dr_grpo" (no division by the std), "rloo" or "remax" (against a greedy completion)
+    seed: decides prompts, samples and everything else that is random
+    save_every: steps between checkpoints; 0 saves at the end only
+    save_total_limit: checkpoints to keep, the best one among them
+    best_metric: the evaluation that decides which checkpoint is best, higher being better
+    resume_from_checkpoint: true for the newest checkpoint of output_dir, or the path of one in it
+    log_completions: completions written to completions.jsonl a step
+    log_rejected: rejected completions written to rejected.jsonl a step, the most surprising first
+    report_to: trackers that transformers knows: trackio, tensorboard, wandb, ...
+    """
+
+    output_dir: str = "runs/default"
+    steps: int = 100
+    prompts_per_step: int = 16
+    advantage: Estimator = "grpo"
+    seed: int = 0
+    save_every: int = 10
+    save_total_limit: int | None = 2
+    best_metric: str = "eval/dense/reward"
+    resume_from_checkpoint: bool | str = False
+    log_completions: int = 2
+    log_rejected: int = 2
+    report_to: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_choices(self, "trainer")
+        for field, least in (("steps", 0), ("prompts_per_step", 1), ("seed", 0), ("save_every", 0)):
+            if getattr(self, field) < least:
+                raise ValueError(f"trainer.{field} is {getattr(self, field)}; it must be at least {least}.")
+        if self.save_total_limit is not None and self.save_total_limit < 1:
+            raise ValueError(
+                f"trainer.save_total_limit is {self.save_total_limit}; it must be at least 1, or left out."
+            )
+        if not self.output_dir:
+            raise ValueError("trainer.output_dir is empty; name a folder.")
+
+
+class Trainer:
+    """Trains a model on a task; `train` runs to the last step.
+
+    loaded = load("embedded")
+    trainer = Trainer(loaded, Chain(), kv=RKV(budget=48, interval=8), correction=PRESETS["sparse_rl"])
+    trainer.train()
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        task: Task,
+        *,
+        config: TrainerConfig | None = None,
+        kv: KVPolicy | None = None,
+        sampling: Sampling | None = None,
+        engine: EngineConfig | None = None,
+        correction: Correction | None = None,
+        loss: LossConfig | None = None,
+        update: UpdateConfig | None = None,
+        optimizer: OptimizerConfig | None = None,
+        eval: EvalConfig | None = None,
+        observers: tuple[Observer, ...] = (),
+    ) -> None:
+        self.loaded, self.task, self.observers = loaded, task, observers
+        self.config = config or TrainerConfig()
+        self.kv = kv or Full()
+        self.engine_config = engine or EngineConfig()
+        self.correction = correction or PRESETS["sparse_rl"]
+        self.loss, self.update = loss or LossConfig(), update or UpdateConfig()
+        self.optimizer, self.eval = optimizer or OptimizerConfig(), eval or EvalConfig()
+        self.sampling = replace(
+            sampling or Sampling(n=8), top_logprobs=overlap_ids(loaded.vocab_size), seed=self.config.seed
+        )
+        self._check()
+
+        loaded.model.requires_grad_(True)
+        masters = MasterWeights(loaded.model)
+        total = self.config.steps * self.update.num_updates
+        self.learner = Learner(
+            Head(loaded.model),
+            self.optimizer.build(masters),
+            masters,
+            ref_head=Head(copy.deepcopy(loaded.model).requires_grad_(False)) if self.loss.beta > 0 else None,
+            rate=lambda update: self.optimizer.rate(update, total),
+        )
+        self.engine = Engine(loaded, self.kv, self.engine_config)
+        self.step, self.num_tokens = 0, 0
+        self.best: dict[str, Any] = {"checkpoint": None, "value": None}
+        self.timer = Timer()
+        self.warned: set[str] = set()
+
+    def train(self) -> None:
+        """Run to the last step, from the start or from where `resume_from_checkpoint` says."""
+        self._open()
+        for observer in self.observers:
+            observer.on_begin(self)
+        try:
+            if self.step == 0:
+                self._finish_step({}, began=time.perf_counter())
+            while self.step < self.config.steps:
+                began = time.perf_counter()
+                rollouts = self._roll_out()
+                with self.timer("reward"):
+                    graded = self.task.rewards.grade(rollouts, self.loaded.tokenizer)
+                advantages_R = self._advantages(rollouts, graded)
+                with self.timer("update"):
+                    updated = self._learn(rollouts, advantages_R)
+                self.step += 1
+                self._record(rollouts, graded, advantages_R, updated)
+                metrics = rollout_metrics(rollouts, graded, self._groups(rollouts)) | updated.metrics
+                self._warn(rollouts, metrics)
+                self._finish_step(metrics, began)
+        finally:
+            self.log.close()
+            for observer in self.observers:
+                observer.on_end()
+
+    def _roll_out(self) -> list[Rollout]:
+        start = self.step * self.config.prompts_per_step
+        prompts = self.task.stream(start, self.config.prompts_per_step, self.config.seed)
+        with self.timer("rollout"):
+            rollouts = self.engine.generate(prompts, self._sampling_of(self.step), on_step=self._progress("rollout"))
+        self.num_tokens += sum(len(rollout.prompt.ids) + len(rollout.token_ids) for rollout in rollouts)
+        return rollouts
+
+    def _advantages(self, rollouts: list[Rollout], graded: Graded) -> torch.Tensor:
+        """(R,); 0 for a completion that nobody graded."""
+        greedy = None
+        if self.config.advantage == "remax":
+            prompts = [rollout.prompt for rollout in rollouts if rollout.sample == 0]
+            once = replace(self._sampling_of(self.step), n=1, temperature=0.0, top_logprobs=0)
+            with self.timer("rollout"):
+                baseline = self.engine.generate(prompts, once, on_step=self._progress("rollout"))
+            greedy = self.task.rewards.grade(baseline, self.loaded.tokenizer).rewards.nan_to_num(0.0)
+        groups, known = torch.tensor(self._groups(rollouts)), ~graded.rewards.isnan()
+        result = torch.zeros(len(rollouts))
+        if known.any():
+            result[known] = advantages(graded.rewards[known], groups[known], self.config.advantage, greedy)
+        return result
+
+    def _learn(self, rollouts: list[Rollout], advantages_R: torch.Tensor) -> Updated:
+        return update(
+            self.learner,
+            rollouts,
+            advantages_R,
+            self._groups(rollouts),
+            self.correction,
+            self.loss,
+            self.update,
+            temperature=self.sampling.temperature,
+            max_length=self.sampling.max_tokens,
+            generator=torch.Generator().manual_seed(self._seed_of(self.step)),
+        )
+
+    def _finish_step(self, metrics: dict[str, float], began: float) -> None:
+        """Evaluate if it is time, write the step's line, save if it is time."""
+        last = self.step == self.config.steps
+        metrics = {"step": self.step, "num_tokens": self.num_tokens, **metrics}
+        if self.step == 0 or last or (self.eval.every and self.step % self.eval.every == 0):
+            metrics |= self._evaluate()
+        if self.step:
+            tokens = metrics["completions/mean_length"] * self.config.prompts_per_step * self.sampling.n
+            metrics["rollout/tokens_per_s"] = tokens / self.timer.seconds["time/rollout_s"]
+            assert self.engine.stats is not None
+            metrics["kv/peak_bytes"] = self.engine.stats.peak_bytes
+            metrics["rollout/preemptions"] = self.engine.stats.num_preemptions
+        metrics |= self.timer.seconds | {"step_time": time.perf_counter() - began}
+        self.timer = Timer()
+        self.log.write("metrics.jsonl", metrics)
+        for observer in self.observers:
+            observer.on_log(metrics)
+        if self.step and (last or (self.config.save_every and self.step % self.config.save_every == 0)):
+            with self.timer("save"):
+                self._save(metrics)
+
+    def _evaluate(self) -> dict[str, float]:
+        """Held-out reward with the dense cache and, where it is another, the run's own."""
+        prompts = self.task.held_out(self.eval.prompts)
+        if not prompts:
+            return {}
+        sampling = self.eval.sampling(self.sampling.max_tokens, self.sampling.stop, self.sampling.stop_ids)
+        engines = {"dense": Engine(self.loaded, Full(), self.engine_config)}
+        if not isinstance(self.kv, Full):
+            engines["sparse"] = Engine(self.loaded, self.kv, self.engine_config)
+        metrics: dict[str, float] = {}
+        with self.timer("eval"):
+            for cache, engine in engines.items():
+                result = evaluate(engine, prompts, sampling, self.task.rewards, self._progress(f"eval/{cache}"))
+                metrics |= {f"eval/{cache}/{name}": value for name, value in result.items()}
+        return metrics
+
+    def _record(self, rollouts: list[Rollout], graded: Graded, advantages_R: torch.Tensor, updated: Updated) -> None:
+        """Some completions, and the most surprising of the rejected ones."""
+        tokenizer = self.loaded.tokenizer
+        for record in completion_records(
+            rollouts, graded, advantages_R, updated, tokenizer, self.config.log_completions
+        ):
+            self.log.write("completions.jsonl", {"step": self.step, **record})
+        for record in rejected_records(rollouts, updated, tokenizer, self.config.log_rejected):
+            self.log.write("rejected.jsonl", {"step": self.step, **record})
+
+    def _warn(self, rollouts: list[Rollout], metrics: dict[str, float]) -> None:
+        """What the user would want to change, each once."""
+        evicts = isinstance(self.kv, EvictPolicy)
+        if evicts and not any(rollout.kv.num_compressions for rollout in rollouts) and "budget" not in self.warned:
+            self.warned.add("budget")
+            longest = max(len(rollout.prompt.ids) + len(rollout.token_ids) for rollout in rollouts)
+            logger.warning(
+                "no cache was compressed: kv.budget + kv.interval exceeds the longest sequence, %d tokens; "
+                "a smaller kv.budget would save memory.",
+                longest,
+            )
+        rejection = metrics.get("correction/rejection_rate", 0.0)
+        if rejection > HIGH_REJECTION and "rejection" not in self.warned:
+            self.warned.add("rejection")
+            logger.warning(
+                "%.0f %% of the completions were rejected (above %.0f %%); raise kv.budget, or choose a gentler policy "
+                "or correction. rejected.jsonl shows which tokens the dense model would not have written.",
+                100 * rejection,
+                100 * HIGH_REJECTION,
+            )
+
+    def _save(self, metrics: dict[str, Any]) -> None:
+        run = Path(self.config.output_dir)
+        folder = run / f"checkpoint-{self.step}"
+        value = metrics.get(self.config.best_metric)
+        if value is not None and math.isfinite(value) and (self.best["value"] is None or value > self.best["value"]):
+            self.best = {"checkpoint": folder.name, "value": value}
+        state = {
+            "step": self.step,
+            "num_tokens": self.num_tokens,
+            "best": self.best,
+            "logs": self.log.sizes(),
+            "warned": sorted(self.warned),
+            "settings": self.settings(),
+        }
+        checkpoint.save(folder, self.loaded, self.learner, state)
+        checkpoint.prune(run, self.config.save_total_limit, self.best["checkpoint"])
+        for observer in self.observers:
+            observer.on_save(folder)
+
+    def _open(self) -> None:
+        """Start the run folder, or take up the run in it."""
+        run = Path(self.config.output_dir)
+        resume, found = self.config.resume_from_checkpoint, checkpoint.checkpoints(run)
+        if (run / "run.json").exists() and not resume:
+            raise ValueError(
+                f"{run} has a run in it; resume it with --trainer.resume_from_checkpoint true, or give another "
+                "--trainer.output_dir."
+            )
+        if resume and not run.is_dir():
+            raise ValueError(f"there is no run to resume in {run}; leave out trainer.resume_from_checkpoint.")
+        sizes = None
+        folder = Path(resume) if isinstance(resume, str) else found[-1] if resume and found else None
+        if folder is not None:
+            sizes = self._resume(folder, found)
+        run.mkdir(parents=True, exist_ok=True)
+        self.log = RunLog(run, sizes)
+        start_record(run, self.settings(), self.loaded)
+
+    def _resume(self, folder: Path, found: list[Path]) -> dict[str, int]:
+        if folder.resolve() not in [path.resolve() for path in found]:
+            raise ValueError(
+                f"{folder} is not a checkpoint of {self.config.output_dir}, which has "
+                f"{', '.join(path.name for path in found) or 'none'}."
+            )
+        state = checkpoint.read_state(folder)
+        checkpoint.restore(folder, self.learner)
+        changed = differences(state["settings"], self.settings())
+        if changed:
+            logger.warning("resuming with other settings: %s.", "; ".join(changed))
+        self.step, self.num_tokens, self.best = state["step"], state["num_tokens"], state["best"]
+        self.warned = set(state["warned"])
+        for later in found[found.index(next(path for path in found if path.resolve() == folder.resolve())) + 1 :]:
+            checkpoint.remove(later)  # of the future that is now taken again
+        return dict(state["logs"])
+
+    def settings(self) -> dict[str, Any]:
+        """Every setting of the run, as run.json and the checkpoints have them."""
+        return {
+            "model": self.loaded.model.config.name_or_path,
+            "task": _asdict(self.task),
+            "kv": {"policy": self.kv.name, **asdict(self.kv)},
+            "sampling": asdict(self.sampling),
+            "engine": asdict(self.engine_config),
+            "correction": asdict(self.correction),
+            "loss": asdict(self.loss),
+            "update": asdict(self.update),
+            "optimizer": asdict(self.optimizer),
+            "eval": asdict(self.eval),
+            "trainer": asdict(self.config),
+        }
+
+    def _check(self) -> None:
+        """What would make the importance ratios, or the run, meaningless."""
+        for name, off in (("top_p", 1.0), ("top_k", None)):
+            if getattr(self.sampling, name) != off:
+                raise ValueError(
+                    f"sampling.{name} is {getattr(self.sampling, name)}, but training samples from the whole "
+                    "distribution: a truncated one has other log-probs than the dense model's; leave it out."
+                )
+        if self.sampling.temperature == 0.0:
+            raise ValueError("sampling.temperature is 0, but training needs samples that differ; set it above 0.")
+        if self.sampling.n < 2 and self.config.advantage != "remax":
+            raise ValueError(
+                f"sampling.n is {self.sampling.n}, but advantage {self.config.advantage!r} compares the completions "
+                "of a prompt; sample at least 2."
+            )
+        for name, module in self.loaded.model.named_modules():
+            if isinstance(module, torch.nn.Dropout) and module.p > 0:
+                raise ValueError(f"the model has dropout {module.p} in {name}; set it to 0 in its config.")
+
+    def _groups(self, rollouts: list[Rollout]) -> list[int]:
+        return [i // self.sampling.n for i in range(len(rollouts))]
+
+    def _seed_of(self, step: int) -> int:
+        return (self.config.seed * 1_000_003 + step + 1) % (1 << 62)
+
+    def _sampling_of(self, step: int) -> Sampling:
+        return replace(self.sampling, seed=self._seed_of(step))
+
+    def _progress(self, stage: str) -> Any:
+        def show(progress: Any) -> None:
+            for observer in self.observers:
+                observer.on_progress(stage, progress)
+
+        return show
+
+
+def differences(before: dict[str, Any], after: dict[str, Any], prefix: str = "") -> list[str]:
+    """Settings that are not the same, as "kv.budget 64 is now 48"; how a run was resumed is no difference."""
+    found = []
+    for key in before.keys() | after.keys():
+        old, new = before.get(key), after.get(key)
+        if isinstance(old, dict) and isinstance(new, dict):
+            found += differences(old, new, f"{prefix}{key}.")
+        elif key != "resume_from_checkpoint" and (list(old) if isinstance(old, tuple) else old) != (
+            list(new) if isinstance(new, tuple) else new
+        ):
+            found.append(f"{prefix}{key} {old} is now {new}")
+    return sorted(found)
+
+
+def _asdict(task: Any) -> dict[str, Any]:
+    """A task's settings if it has any, else its kind."""
+    return (
+        {"name": task.name, **asdict(task)} if hasattr(task, "__dataclass_fields__") else {"name": type(task).__name__}
+    )
