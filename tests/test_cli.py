@@ -12,7 +12,6 @@ import sys
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from sparse_rl import cli
 from sparse_rl.cli import main
 from sparse_rl.model.tiny import tiny_model, tiny_tokenizer
 from sparse_rl.report.progress import ProgressLine

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import inspect
 import re
-from dataclasses import MISSING, fields
+from collections.abc import Mapping
+from dataclasses import MISSING, fields, replace
 from difflib import get_close_matches
 from types import UnionType
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
@@ -17,20 +18,21 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 from jsonargparse import ArgumentParser, Namespace
 
 from sparse_rl.kv import POLICIES, KVPolicy, build_policy
+from sparse_rl.objective.correction import PRESETS, Correction
+from sparse_rl.tasks import TASKS, Chain, JsonlConfig
 
 C = TypeVar("C")
 
 
-def add_section(parser: ArgumentParser, name: str, component: type) -> None:
-    """One flag for every field of the component's settings."""
+def add_section(parser: ArgumentParser, name: str, component: type, leave_out: tuple[str, ...] = ()) -> None:
+    """One flag for every field of the component's settings, but for those that somebody else decides."""
     group = parser.add_argument_group(f"{name} settings")
     hints, texts = get_type_hints(component), field_texts(component)
-    for field in fields(component):
+    for field in (field for field in fields(component) if field.name not in leave_out):
         assert field.default is not MISSING, f"{component.__name__}.{field.name} needs a default"
         default = list(field.default) if isinstance(field.default, tuple) else field.default
-        group.add_argument(
-            f"--{name}.{field.name}", type=one_or_several(hints[field.name]), default=default, help=texts[field.name]
-        )
+        hint = str if get_origin(hints[field.name]) is Literal else one_or_several(hints[field.name])
+        group.add_argument(f"--{name}.{field.name}", type=hint, default=default, help=texts[field.name])
 
 
 def build_section(component: type[C], name: str, section: Namespace) -> C:
@@ -39,35 +41,90 @@ def build_section(component: type[C], name: str, section: Namespace) -> C:
     for key, value in given.items():
         if value is None and type(None) not in get_args(hints[key]):
             raise ValueError(f"{name}.{key} is null; give it a value or leave it out.")
-        if value is not None and one_or_several(hints[key]) is not hints[key]:
-            given[key] = tuple(value) if isinstance(value, list) else (value,)
-    return component(**given)
+    return component(**_tuples(component, given))
 
 
 def add_kv_section(parser: ArgumentParser) -> None:
-    """`--kv.policy` and every setting of every policy; unset ones take the policy's own default."""
-    group = parser.add_argument_group("kv settings (defaults are the policy's own)")
-    group.add_argument("--kv.policy", type=str, default="full", help=f"one of {', '.join(POLICIES)}")
-    settings: dict[str, tuple[Any, str, list[str]]] = {}
-    for policy in POLICIES.values():
-        hints, texts = get_type_hints(policy), field_texts(policy)
-        for field in fields(policy):
-            known = settings.setdefault(field.name, (hints[field.name], texts[field.name], []))
-            known[2].append(f"{policy.name} {field.default}")
-    for name, (hint, text, defaults) in settings.items():
-        hint = str if get_origin(hint) is Literal else hint  # the policy itself says what the choices are
-        group.add_argument(f"--kv.{name}", type=hint | None, default=None, help=f"{text} [{', '.join(defaults)}]")
+    _add_choice(parser, "kv", "policy", "full", POLICIES)
 
 
 def build_kv(section: Namespace) -> KVPolicy:
     """The policy with the settings that were given."""
-    return build_policy(**{key: given for key, given in _settings(section).items() if given is not None})
+    return build_policy(**_given(section))
+
+
+def add_task_section(parser: ArgumentParser) -> None:
+    _add_choice(parser, "task", "name", "chain", TASKS)
+
+
+def build_task(section: Namespace) -> Chain | JsonlConfig:
+    """The task's settings; `build(tokenizer)` makes the task."""
+    given = _given(section)
+    name = given.pop("name")
+    if name not in TASKS:
+        raise ValueError(f"task.name is {name!r}; choose one of {', '.join(TASKS)}.")
+    task: Any = TASKS[name]
+    known = [field.name for field in fields(task)]
+    for key in given:
+        if key not in known:
+            raise ValueError(f"task.{key} is not a setting of the task {name!r}; it takes {', '.join(known)}.")
+    built: Chain | JsonlConfig = task(**_tuples(task, given))
+    return built
+
+
+def add_correction_section(parser: ArgumentParser) -> None:
+    """`--correction.preset` and every field of the correction; unset ones are the preset's."""
+    group = parser.add_argument_group("correction settings (defaults are the preset's)")
+    group.add_argument("--correction.preset", type=str, default="sparse_rl", help=f"one of {', '.join(PRESETS)}")
+    hints, texts = get_type_hints(Correction), field_texts(Correction)
+    for field in fields(Correction):
+        hint = str if get_origin(hints[field.name]) is Literal else hints[field.name]
+        group.add_argument(f"--correction.{field.name}", type=hint | None, default=None, help=texts[field.name])
+
+
+def build_correction(section: Namespace) -> Correction:
+    """The preset with the fields that were given."""
+    given = _given(section)
+    preset = given.pop("preset")
+    if preset not in PRESETS:
+        raise ValueError(f"correction.preset is {preset!r}; choose one of {', '.join(PRESETS)}.")
+    return replace(PRESETS[preset], **given)
+
+
+def _add_choice(parser: ArgumentParser, section: str, key: str, default: str, components: Mapping[str, type]) -> None:
+    """`--section.key` names a component; every setting of every component is a flag, unset ones its own default."""
+    group = parser.add_argument_group(f"{section} settings (defaults are those of the {key})")
+    group.add_argument(f"--{section}.{key}", type=str, default=default, help=f"one of {', '.join(components)}")
+    settings: dict[str, tuple[Any, str, list[str]]] = {}
+    for name, component in components.items():
+        hints, texts = get_type_hints(component), field_texts(component)
+        for field in fields(component):
+            known = settings.setdefault(field.name, (hints[field.name], texts[field.name], []))
+            known[2].append(f"{name} {field.default}")
+    for name, (hint, text, defaults) in settings.items():
+        hint = str if get_origin(hint) is Literal else one_or_several(hint)  # the component itself knows the choices
+        help = f"{text} [{', '.join(defaults)}]"
+        group.add_argument(f"--{section}.{name}", type=hint | None, default=None, help=help)
+
+
+def _given(section: Namespace) -> dict[str, Any]:
+    return {key: value for key, value in _settings(section).items() if value is not None}
 
 
 def _settings(section: Namespace) -> dict[str, Any]:
     if not isinstance(section, Namespace):
         raise ValueError(f"a section of settings is {section!r}; it must be a table of keys and values.")
     return section.as_dict()
+
+
+def _tuples(component: type, given: dict[str, Any]) -> dict[str, Any]:
+    """Lists, and single values where several may stand, as the tuples a frozen component has."""
+    hints = get_type_hints(component)
+    several = {key for key in given if one_or_several(hints[key]) is not hints[key]}
+    return {
+        key: (tuple(value) if isinstance(value, list) else (value,)) if key in several and value is not None else value
+        for key, value in given.items()
+    }
 
 
 def one_or_several(hint: Any) -> Any:

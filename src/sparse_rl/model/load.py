@@ -18,6 +18,8 @@ from sparse_rl.model.tiny import FAMILIES, tiny_model, tiny_tokenizer
 
 logger = logging.getLogger(__name__)
 
+EMBEDDED = Path(__file__).parent / "embedded"  # made by scripts/pretrain_chain.py
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
@@ -32,7 +34,10 @@ class LoadedModel:
 
 
 def load(name: str, *, dtype: torch.dtype | None = None, device: str | torch.device = "cpu") -> LoadedModel:
-    """`tiny`, `tiny:FAMILY`, a folder, or a hub name. Without a dtype: the checkpoint's own, fp32 for tiny models."""
+    """`embedded`, `tiny`, `tiny:FAMILY`, a folder, or a hub name.
+
+    Without a dtype: the checkpoint's own; fp32 for the models that come with the package.
+    """
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
@@ -42,7 +47,11 @@ def load(name: str, *, dtype: torch.dtype | None = None, device: str | torch.dev
         family = name.partition(":")[2] or "llama"
         model = tiny_model(family, dtype=dtype or torch.float32, device=device)
         return LoadedModel(model=model, tokenizer=tiny_tokenizer(), shape=dry_run(model))
-    model, tokenizer = _from_pretrained(name, dtype)
+    if name == "embedded":
+        model, tokenizer = _from_pretrained(str(EMBEDDED), dtype or torch.float32)
+        model.config.name_or_path = name  # the same on every machine
+    else:
+        model, tokenizer = _from_pretrained(name, dtype)
     _say_what_is_ignored(model)
     model.to(device=torch.device(device))  # type: ignore[call-arg]
     model.eval()
@@ -76,7 +85,7 @@ def _from_pretrained(name: str, dtype: torch.dtype | None) -> tuple[PreTrainedMo
     if not folder.exists() and not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", name):
         raise ValueError(
             f"model {name!r} is neither a folder nor a hub name like 'Qwen/Qwen2.5-1.5B'; "
-            f"built in are tiny and tiny:FAMILY with FAMILY one of {', '.join(FAMILIES)}."
+            f"built in are embedded, tiny, and tiny:FAMILY with FAMILY one of {', '.join(FAMILIES)}."
         )
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(

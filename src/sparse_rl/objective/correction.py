@@ -75,6 +75,11 @@ PRESETS: dict[str, Correction] = {
 }
 
 
+def preset_name(correction: Correction) -> str:
+    """The preset it equals, or "custom"."""
+    return next((name for name, preset in PRESETS.items() if preset == correction), "custom")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Corrected:
     """T packed completion tokens of R rollouts."""

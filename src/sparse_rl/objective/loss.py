@@ -26,7 +26,7 @@ class LossConfig:
 
     surrogate: "ppo", "gspo" (a ratio a rollout) or "cispo" (a clipped weight on the log-prob)
     clip_low: how far below 1 the ratio may move the policy
-    clip_high: how far above 1 the ratio may move the policy
+    clip_high: how far above 1 the ratio may move the policy; clip_low, if it is left out
     delta: upper bound of the unclipped ratio (dual clip)
     cispo_max: upper bound of cispo's weight
     beta: coefficient of the KL to the reference model (k3)
@@ -36,7 +36,7 @@ class LossConfig:
 
     surrogate: Literal["ppo", "gspo", "cispo"] = "ppo"
     clip_low: float = 0.2
-    clip_high: float = 0.2
+    clip_high: float | None = None
     delta: float | None = None
     cispo_max: float = 5.0
     beta: float = 0.0
@@ -46,10 +46,15 @@ class LossConfig:
     def __post_init__(self) -> None:
         check_choices(self, "loss")
         for field in ("clip_low", "clip_high", "beta"):
-            if getattr(self, field) < 0:
+            if (getattr(self, field) or 0.0) < 0:
                 raise ValueError(f"loss.{field} is {getattr(self, field)}; it must be 0 or more.")
-        if self.delta is not None and self.delta <= 1 + self.clip_high:
-            raise ValueError(f"loss.delta is {self.delta}; it must be above 1 + loss.clip_high = {1 + self.clip_high}.")
+        if self.delta is not None and self.delta <= self.upper:
+            raise ValueError(f"loss.delta is {self.delta}; it must be above 1 + loss.clip_high = {self.upper}.")
+
+    @property
+    def upper(self) -> float:
+        """Ratios above this are clipped."""
+        return 1.0 + (self.clip_low if self.clip_high is None else self.clip_high)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +103,7 @@ def policy_loss(
         clipped = rho > config.cispo_max
         surrogate = -rho.clamp(max=config.cispo_max).detach() * advantages * learner_logprobs
     else:
-        bounded = rho.clamp(1.0 - config.clip_low, 1.0 + config.clip_high)
+        bounded = rho.clamp(1.0 - config.clip_low, config.upper)
         free = rho if config.delta is None else rho.clamp(max=config.delta)
         clipped = bounded * advantages < free * advantages
         surrogate = -torch.minimum(free * advantages, bounded * advantages)

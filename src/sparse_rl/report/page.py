@@ -109,14 +109,14 @@ def _plots(runs: list[Run], plots: list[Plot]) -> Html:
     drawings = "\n".join(f"<div>{draw_svg(plot, runs)}</div>" for plot in plots)
     blocks = ""
     if any(run.num_steps > POINTS for run in runs):
-        blocks = f"<p><small>A line has at most {POINTS} points; they are means over blocks of steps.</small></p>\n"
+        blocks = f"<p><small>Training is drawn in at most {POINTS} points, means over blocks of steps.</small></p>\n"
     return Html(f'<section><h2>Training</h2>\n{blocks}{legend}<div class="plots">\n{drawings}\n</div></section>')
 
 
 def _settings(runs: list[Run]) -> Html:
     def of(names: Iterable[str]) -> Html:
         head = ("setting", *(run.name for run in runs))
-        return table(head, ((name, *(run.settings.get(name, NONE) for run in runs)) for name in names))
+        return table(head, ((name, *(_cut(run.settings.get(name, NONE), 400, 0) for run in runs)) for name in names))
 
     every = dict.fromkeys(name for run in runs for name in run.settings)
     apart = [name for name in differing(runs) if name not in ("command", "started")]
@@ -171,7 +171,9 @@ def _sample(run: Run, record: Record, facts: tuple[str, ...], text: str) -> Html
 
 
 def _names(runs: list[Run]) -> list[Html]:
-    """Each run's name behind its colour and marker."""
+    """Each run's name, behind its colour and marker where there are several."""
+    if len(runs) == 1:
+        return [markup(runs[0].name)]
     return [
         Html(f'<span class="name"><span style="color:{colour}">{MARKERS[marker]}</span> {markup(run.name)}</span>')
         for run, (colour, marker) in zip(runs, looks(len(runs)), strict=True)
@@ -196,7 +198,7 @@ def _log_xi(record: Record) -> float:
 
 def _cut(text: str, head: int, tail: int) -> str:
     """The first and the last characters, with an ellipsis for what lies between."""
-    return text if len(text) <= head + tail else f"{text[:head]} … {text[len(text) - tail :]}".strip()
+    return text if len(text) <= head + tail else f"{text[:head]}…{text[len(text) - tail :]}"
 
 
 def _write(path: Path, content: bytes) -> None:

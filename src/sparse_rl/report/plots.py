@@ -23,7 +23,7 @@ MARKERS = {"o": "●", "s": "■", "^": "▲", "D": "◆"}  # with the seventh r
 DASHES = ("-", "--", ":", "-.")
 INK = "#1b1f24"
 POINTS = 100  # of a line; a longer one is drawn as means over blocks of steps
-FLOOR = 1e-12  # where smaller values stand on a log axis
+FLOOR = 1e-8  # where smaller values stand on a log axis
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +83,18 @@ def looks(count: int) -> list[tuple[str, str]]:
     return [(COLOURS[i % len(COLOURS)], markers[i // len(COLOURS) % len(markers)]) for i in range(count)]
 
 
+def points(run: Run, metric: str) -> tuple[list[float], list[float], list[float] | None]:
+    """Steps, values and, for an evaluation, standard errors; other metrics are averaged down to POINTS."""
+    if metric.startswith("eval/"):
+        points = run.with_error(metric)
+        return [step for step, _, _ in points], [value for _, value, _ in points], [error for _, _, error in points]
+    series = run.series(metric)
+    size = max(1, math.ceil(len(series) / POINTS))
+    blocks = [series[start : start + size] for start in range(0, len(series), size)]
+    steps, values = ([sum(point[i] for point in block) / len(block) for block in blocks] for i in range(2))
+    return steps, values, None
+
+
 def draw_svg(plot: Plot, runs: list[Run]) -> str:
     """An element for a page that itself says which colour is which run."""
     file = io.StringIO()
@@ -129,13 +141,13 @@ def _figure(plot: Plot, runs: list[Run]) -> Figure:
 
     figure = Figure(layout="constrained")
     axes = figure.add_subplot(title=plot.title, xlabel="step")
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=8, steps=[1, 2, 5, 10], integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=8, steps=[1, 2, 5, 10], integer=True, min_n_ticks=1))
     metrics, several = drawn(plot, runs), len(runs) > 1
     dashes = DASHES if several else ("-",) * len(metrics)
     for metric, dash, metric_look in zip(metrics, dashes, looks(len(metrics)), strict=False):
         for run, run_look in zip(runs, looks(len(runs)), strict=True):
             colour, marker = run_look if several else metric_look
-            steps, values, errors = _points(run, metric)
+            steps, values, errors = points(run, metric)
             if plot.scale == "log":
                 values = [max(value, FLOOR) for value in values]
             if errors is None and len(steps) > 1 and len(runs) <= len(COLOURS):
@@ -153,18 +165,6 @@ def _figure(plot: Plot, runs: list[Run]) -> Figure:
     if plot.scale == "evaluation":
         axes.set_ylim(_range(runs))
     return figure
-
-
-def _points(run: Run, metric: str) -> tuple[list[float], list[float], list[float] | None]:
-    """Steps, values and, for an evaluation, standard errors; other metrics are averaged down to POINTS."""
-    if metric.startswith("eval/"):
-        points = run.with_error(metric)
-        return [step for step, _, _ in points], [value for _, value, _ in points], [error for _, _, error in points]
-    series = run.series(metric)
-    size = max(1, math.ceil(len(series) / POINTS))
-    blocks = [series[start : start + size] for start in range(0, len(series), size)]
-    steps, values = ([sum(point[i] for point in block) / len(block) for block in blocks] for i in range(2))
-    return steps, values, None
 
 
 def _range(runs: list[Run]) -> tuple[float, float]:

@@ -60,9 +60,10 @@ def load_runs(folders: list[Path]) -> list[Run]:
     """The runs in the order given, under names that tell them apart; a folder given twice is read once."""
     if not folders:
         raise ValueError("there is no run to report on; give at least one run folder.")
-    distinct = {folder.resolve(): folder for folder in reversed(folders)}
-    names = _names(list(reversed(distinct)))
-    return [_load(folder, name) for folder, name in zip(reversed(distinct.values()), names, strict=True)]
+    distinct: dict[Path, Path] = {}
+    for folder in folders:
+        distinct.setdefault(folder.resolve(), folder)
+    return [_load(folder, name) for folder, name in zip(distinct.values(), _names(list(distinct)), strict=True)]
 
 
 def differing(runs: list[Run]) -> list[str]:
@@ -74,10 +75,11 @@ def differing(runs: list[Run]) -> list[str]:
 def summary(run: Run) -> dict[str, str]:
     """The run in a line: what it was, what it learnt, what it cost."""
     policy, budget, planned = (run.settings.get(name, "null") for name in ("kv.policy", "kv.budget", "trainer.steps"))
+    steps = str(run.num_steps)
     return {
-        "KV policy": policy if "null" in (policy, budget) or policy == "full" else f"{policy}, budget {budget}",
+        "KV policy": policy if policy == "full" or budget == "null" else f"{policy}, budget\u00a0{budget}",
         "correction": run.settings.get("correction.preset", NONE),
-        "steps": str(run.num_steps) if planned in ("null", str(run.num_steps)) else f"{run.num_steps} of {planned}",
+        "steps": steps if planned in ("null", steps) else f"{steps}\u00a0of\u00a0{planned}",
         "held-out reward, dense cache": _first_and_last(run.with_error("eval/dense/reward")),
         "held-out reward, sparse cache": _first_and_last(run.with_error("eval/sparse/reward")),
         f"reward, last {LAST}": _number(run.mean("reward", LAST), ".3f"),
@@ -93,9 +95,10 @@ def advice(run: Run) -> list[str]:
     found = []
     rejection, saved = run.mean("correction/rejection_rate"), run.mean("kv/saved_frac")
     if rejection is not None and rejection > MANY_REJECTED:
-        found.append(f"{rejection:.0%} of the completions were rejected; raise kv.budget or use a gentler policy.")
+        share = f"{100 * rejection:.0f} %"
+        found.append(f"{share} of the completions were rejected; raise kv.budget or use a gentler policy.")
     if saved is not None and saved < NOTHING_SAVED and run.settings.get("kv.policy") != "full":
-        found.append("no KV was saved: the budget is above the lengths seen; lower kv.budget.")
+        found.append("no KV was saved, as the budget is above the lengths seen; lower kv.budget.")
     return found
 
 
@@ -108,7 +111,7 @@ def _first_and_last(points: list[tuple[float, float, float]]) -> str:
 
 
 def _number(value: float | None, form: str) -> str:
-    return NONE if value is None else format(value, form)
+    return NONE if value is None else format(value, form).replace("%", "\u00a0%")
 
 
 def _load(folder: Path, name: str) -> Run:
@@ -118,18 +121,18 @@ def _load(folder: Path, name: str) -> Run:
         name=name,
         settings=_flat(config if isinstance(config, dict) else {"config": config}) | _flat(about),
         metrics=metrics,
-        completions=_read(path) if (path := folder / "completions.jsonl").exists() else [],
-        rejected=_read(path) if (path := folder / "rejected.jsonl").exists() else [],
+        completions=_read(folder / "completions.jsonl", needed=False),
+        rejected=_read(folder / "rejected.jsonl", needed=False),
     )
 
 
-def _read(path: Path) -> list[Record]:
+def _read(path: Path, needed: bool = True) -> list[Record]:
     try:
         records = read_log(path) if path.suffix == ".jsonl" else [json.loads(path.read_bytes())]
     except (FileNotFoundError, NotADirectoryError):
-        raise ValueError(
-            f"{path.parent} is no run folder, it has no {path.name}; give one that training wrote."
-        ) from None
+        if not needed:
+            return []
+        raise ValueError(f"{path.parent} is no run folder, it has no {path.name}; give a training run's.") from None
     except OSError as error:
         raise ValueError(f"{path} cannot be read ({error.strerror}); mend it or leave its run out.") from error
     except ValueError as error:

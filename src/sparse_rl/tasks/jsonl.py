@@ -83,42 +83,52 @@ class Rows:
 def make_prompt(row: Any, where: str, tokenizer: PreTrainedTokenizerBase) -> Prompt:
     """A row as a prompt; `where` names it in errors."""
     prompt = row.get("prompt") if isinstance(row, dict) else None
-    if not isinstance(prompt, str | list) or not prompt:
-        raise ValueError(f'{where} has no "prompt" that is a text or a list of messages; mend or remove it.')
+    if not isinstance(prompt, str | list):
+        raise ValueError(f'{where} has no "prompt" that is a string or a list of messages; mend or remove it.')
     columns = {key: value for key, value in row.items() if key != "prompt"}
-    if isinstance(prompt, str):
-        return Prompt(ids=tuple(tokenizer(prompt).input_ids), text=prompt, columns=columns)
-    if tokenizer.chat_template is None:
-        raise ValueError(f"{where} has a list of messages, but the model has no chat template; give it as a text.")
+    messages = prompt if isinstance(prompt, list) else []
+    chat = isinstance(prompt, list)
+    if chat and tokenizer.chat_template is None:
+        raise ValueError(f"{where} is a list of messages, but the model has no chat template; give it as a string.")
     try:
-        text = str(tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True))
-    except Exception as error:  # whatever the template complains of
-        raise ValueError(f"{where}: the model's chat template refuses its messages ({error}).") from error
-    ids = tuple(tokenizer(text, add_special_tokens=False).input_ids)
-    return Prompt(ids=ids, text=text, messages=tuple(prompt), columns=columns)
+        text = str(
+            tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) if chat else prompt
+        )
+        ids = tuple(tokenizer(text, add_special_tokens=not chat).input_ids)
+    except Exception as error:  # a template's own complaint, or text that is not Unicode
+        what = "the model's chat template refuses" if chat else "the tokenizer cannot read"
+        raise ValueError(f"{where}: {what} it ({type(error).__name__}: {error}); mend it.") from error
+    if not ids:
+        raise ValueError(f"{where} is empty; mend or remove it.")
+    return Prompt(ids=ids, text=text, messages=tuple(messages), columns=columns)
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a JSONL file, each with a prompt; errors name the line."""
-    rows = []
+    """The rows of a JSONL file."""
     try:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not text in UTF-8 (byte {error.start}); convert it.") from error
-    for number, line in enumerate(text.split("\n"), start=1):
+    return parse_rows(text, str(path))
+
+
+def parse_rows(text: str, name: str) -> list[dict[str, Any]]:
+    """JSON objects with a prompt, one a line; errors name the line."""
+    rows = []
+    for number, line in enumerate(text.split("\n"), start=1):  # other separators may stand inside a prompt
         if not line.strip():
             continue
         try:
             row = json.loads(line)
         except (json.JSONDecodeError, RecursionError) as error:
-            raise ValueError(f"line {number} of {path} is not JSON ({error}); mend or remove it.") from error
-        if not isinstance(row, dict) or not isinstance(row.get("prompt"), str | list) or not row["prompt"]:
+            raise ValueError(f"line {number} of {name} is not JSON ({error}); mend or remove it.") from error
+        if not isinstance(row, dict) or not isinstance(row.get("prompt"), str | list):
             raise ValueError(
-                f'line {number} of {path} has no "prompt" that is a text or a list of messages; mend or remove it.'
+                f'line {number} of {name} has no "prompt" that is a string or a list of messages; mend or remove it.'
             )
         rows.append(row)
     if not rows:
-        raise ValueError(f"{path} has no rows; write one JSON object a line.")
+        raise ValueError(f"{name} has no rows; write one JSON object a line.")
     return rows
 
 

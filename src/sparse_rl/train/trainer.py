@@ -22,7 +22,7 @@ from sparse_rl.kv import EvictPolicy, Full, KVPolicy
 from sparse_rl.metrics import RunLog, Timer
 from sparse_rl.model.load import LoadedModel
 from sparse_rl.objective.advantage import Estimator, advantages
-from sparse_rl.objective.correction import PRESETS, Correction, check_choices
+from sparse_rl.objective.correction import PRESETS, Correction, check_choices, preset_name
 from sparse_rl.objective.loss import LossConfig
 from sparse_rl.objective.mismatch import overlap_ids
 from sparse_rl.rollout import Engine, EngineConfig, Sampling
@@ -119,7 +119,10 @@ class Trainer:
         self.sampling = replace(
             sampling or Sampling(n=8), top_logprobs=overlap_ids(loaded.vocab_size), seed=self.config.seed
         )
-        self._check()
+        self.check(self.sampling, self.config)
+        for name, module in loaded.model.named_modules():
+            if isinstance(module, torch.nn.Dropout) and module.p > 0:
+                raise ValueError(f"the model has dropout {module.p} in {name}; set it to 0 in its config.")
 
         loaded.model.requires_grad_(True)
         masters = MasterWeights(loaded.model)
@@ -290,14 +293,8 @@ class Trainer:
     def _open(self) -> None:
         """Start the run folder, or take up the run in it."""
         run = Path(self.config.output_dir)
+        self.check_folder(self.config)
         resume, found = self.config.resume_from_checkpoint, checkpoint.checkpoints(run)
-        if (run / "run.json").exists() and not resume:
-            raise ValueError(
-                f"{run} has a run in it; resume it with --trainer.resume_from_checkpoint true, or give another "
-                "--trainer.output_dir."
-            )
-        if resume and not run.is_dir():
-            raise ValueError(f"there is no run to resume in {run}; leave out trainer.resume_from_checkpoint.")
         sizes = None
         folder = Path(resume) if isinstance(resume, str) else found[-1] if resume and found else None
         if folder is not None:
@@ -331,7 +328,7 @@ class Trainer:
             "kv": {"policy": self.kv.name, **asdict(self.kv)},
             "sampling": asdict(self.sampling),
             "engine": asdict(self.engine_config),
-            "correction": asdict(self.correction),
+            "correction": {"preset": preset_name(self.correction), **asdict(self.correction)},
             "loss": asdict(self.loss),
             "update": asdict(self.update),
             "optimizer": asdict(self.optimizer),
@@ -339,24 +336,34 @@ class Trainer:
             "trainer": asdict(self.config),
         }
 
-    def _check(self) -> None:
-        """What would make the importance ratios, or the run, meaningless."""
+    @staticmethod
+    def check(sampling: Sampling, config: TrainerConfig) -> None:
+        """Refuse what would make the importance ratios, or the advantages, meaningless."""
         for name, off in (("top_p", 1.0), ("top_k", None)):
-            if getattr(self.sampling, name) != off:
+            if getattr(sampling, name) != off:
                 raise ValueError(
-                    f"sampling.{name} is {getattr(self.sampling, name)}, but training samples from the whole "
-                    "distribution: a truncated one has other log-probs than the dense model's; leave it out."
+                    f"sampling.{name} is {getattr(sampling, name)}, but training samples from the whole distribution: "
+                    "a truncated one has other log-probs than the dense model's; leave it out."
                 )
-        if self.sampling.temperature == 0.0:
+        if sampling.temperature == 0.0:
             raise ValueError("sampling.temperature is 0, but training needs samples that differ; set it above 0.")
-        if self.sampling.n < 2 and self.config.advantage != "remax":
+        if sampling.n < 2 and config.advantage != "remax":
             raise ValueError(
-                f"sampling.n is {self.sampling.n}, but advantage {self.config.advantage!r} compares the completions "
-                "of a prompt; sample at least 2."
+                f"sampling.n is {sampling.n}, but advantage {config.advantage!r} compares the completions of a prompt; "
+                "sample at least 2."
             )
-        for name, module in self.loaded.model.named_modules():
-            if isinstance(module, torch.nn.Dropout) and module.p > 0:
-                raise ValueError(f"the model has dropout {module.p} in {name}; set it to 0 in its config.")
+
+    @staticmethod
+    def check_folder(config: TrainerConfig) -> None:
+        """Refuse to mix two runs in a folder, or to resume nothing."""
+        run, resume = Path(config.output_dir), config.resume_from_checkpoint
+        if (run / "run.json").exists() and not resume:
+            raise ValueError(
+                f"{run} has a run in it; resume it with --trainer.resume_from_checkpoint true, or give another "
+                "--trainer.output_dir."
+            )
+        if resume and not (run / "run.json").exists():
+            raise ValueError(f"there is no run to resume in {run}; leave out trainer.resume_from_checkpoint.")
 
     def _groups(self, rollouts: list[Rollout]) -> list[int]:
         return [i // self.sampling.n for i in range(len(rollouts))]

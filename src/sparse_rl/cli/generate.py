@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command `sparse-rl`: one subcommand is one function. Heavy imports wait until the subcommand is known."""
+"""`sparse-rl generate`: prompts in, one JSON line a sample out."""
 
 from __future__ import annotations
 
 import json
 import math
-import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from sparse_rl.cli.parsing import add_model, make_parser, model_dtype, parse, quiet_bars
 
 if TYPE_CHECKING:
     import torch
@@ -17,17 +18,7 @@ if TYPE_CHECKING:
     from sparse_rl.model.load import LoadedModel
     from sparse_rl.types import Prompt, Rollout
 
-USAGE = """usage: sparse-rl COMMAND ...
-
-Reinforcement learning of language models whose rollouts run on a sparse KV cache.
-
-commands:
-  generate   sample from a model whose KV cache is compressed while it decodes
-
-`sparse-rl COMMAND --help` lists the settings of a command.
-"""
-
-GENERATE = """Sample from a model whose KV cache is compressed while it decodes; one JSON line a sample.
+DESCRIPTION = """Sample from a model whose KV cache is compressed while it decodes; one JSON line a sample.
 
 Prompts come from the arguments, from --prompts FILE (a text file with one prompt a line, or JSONL with a key "prompt"
 that is a string or a list of chat messages), or from standard input.
@@ -38,46 +29,8 @@ that is a string or a list of chat messages), or from standard input.
 """
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Run the command and leave with its exit code: 0, 2 for what the user can mend, 1 otherwise."""
-    arguments = sys.argv[1:] if arguments is None else arguments
-    commands = {"generate": generate}
-    if not arguments or arguments[0] in ("-h", "--help"):
-        print(USAGE, end="")
-        sys.exit(0 if arguments else 2)
-    if arguments[0] == "--version":
-        from sparse_rl import __version__
-
-        print(f"sparse-rl {__version__}")
-        sys.exit(0)
-    if arguments[0] not in commands:
-        fail(f"unknown command {arguments[0]!r}; the commands are {', '.join(commands)}.")
-    try:
-        commands[arguments[0]](arguments[1:])
-        if sys.stdout is not None:
-            sys.stdout.flush()
-    except BrokenPipeError:  # the reader had enough; leave without a word, and without Python's own at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1)
-    except OSError as error:
-        fail(f"{error.filename}: {error.strerror}; check the path." if error.filename else str(error))
-    except ValueError as error:
-        fail(" ".join(str(error).split()))
-    except FloatingPointError as error:
-        fail(str(error), code=1)
-    except MemoryError:
-        fail("out of memory; ask for fewer engine.rows, samples or pages.")
-    except KeyboardInterrupt:
-        fail("interrupted; what had finished was written.", code=130)
-
-
-def fail(message: str, code: int = 2) -> None:
-    print(f"sparse-rl: error: {message}", file=sys.stderr)
-    sys.exit(code)
-
-
-def generate(arguments: list[str]) -> None:
-    settings = _parse(_generate_parser(), arguments)
+def run(arguments: list[str]) -> None:
+    settings = parse(_parser(), arguments)
     from sparse_rl.config import build_kv, build_section
     from sparse_rl.model.load import load
     from sparse_rl.report.progress import ProgressLine
@@ -90,7 +43,8 @@ def generate(arguments: list[str]) -> None:
     rows = list(_read_prompts(settings))
     output = _open_output(settings.output)
     try:
-        loaded = load(settings.model, dtype=_dtype(settings.dtype), device=settings.device)
+        quiet_bars()
+        loaded = load(settings.model, dtype=model_dtype(settings.dtype), device=settings.device)
         prompts = [_prompt(row, i, loaded) for i, row in enumerate(rows)]
         if settings.compare:
             _compare(loaded, policy, sampling, config, prompts, output)
@@ -110,48 +64,21 @@ def generate(arguments: list[str]) -> None:
             output.close()
 
 
-def _generate_parser() -> ArgumentParser:
-    from jsonargparse import ArgumentParser, DefaultHelpFormatter
-
+def _parser() -> ArgumentParser:
     from sparse_rl.config import add_kv_section, add_section
     from sparse_rl.rollout import EngineConfig, Sampling
 
-    class Formatter(DefaultHelpFormatter):
-        def _fill_text(self, text: str, width: int, indent: str) -> str:
-            return text  # keep the examples' lines
-
-    parser = ArgumentParser(
-        prog="sparse-rl generate",
-        description=GENERATE,
-        formatter_class=Formatter,
-        exit_on_error=False,
-        allow_abbrev=False,
-    )
+    parser = make_parser("generate", DESCRIPTION)
     parser.add_argument("prompt", nargs="*", default=[], help="prompts")
     parser.add_argument("--config", action="config", help="YAML file with any of these settings")
     parser.add_argument("--prompts", type=str | None, default=None, help="text or JSONL file of prompts; - is stdin")
-    parser.add_argument(
-        "--model", type=str, default="tiny", help="tiny, tiny:FAMILY (random weights), a folder, or a hub name"
-    )
-    parser.add_argument("--dtype", type=str | None, default=None, help="float32, bfloat16, float16 or float64")
-    parser.add_argument("--device", type=str, default="cpu", help="cpu, cuda, cuda:1, ...")
+    add_model(parser, default="tiny")
     parser.add_argument("--output", type=str | None, default=None, help="JSONL file to write instead of stdout")
     parser.add_argument("--compare", action="store_true", help="show dense and sparse side by side")
     add_kv_section(parser)
     add_section(parser, "sampling", Sampling)
     add_section(parser, "engine", EngineConfig)
     return parser
-
-
-def _parse(parser: ArgumentParser, arguments: list[str]) -> Namespace:
-    from argparse import ArgumentError
-
-    from sparse_rl.config import suggest
-
-    try:
-        return parser.parse_args(arguments)
-    except ArgumentError as error:
-        raise ValueError(suggest(str(error), parser)) from error
 
 
 def _check_command(settings: Namespace) -> None:
@@ -172,6 +99,8 @@ def _check_command(settings: Namespace) -> None:
 
 def _read_prompts(settings: Namespace) -> list[Any]:
     """Strings or lists of chat messages, from the arguments, a file or standard input."""
+    from sparse_rl.tasks.jsonl import parse_rows
+
     if settings.prompt:
         if settings.prompts:
             raise ValueError("prompts were given both as arguments and with --prompts; use one.")
@@ -187,38 +116,18 @@ def _read_prompts(settings: Namespace) -> list[Any]:
     except UnicodeDecodeError as error:
         raise ValueError(f"{name} is not text in UTF-8 (byte {error.start}); convert it.") from error
     # Lines end at a newline only: other separators may stand inside a prompt.
-    lines = [(number, line.rstrip("\r")) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
+    lines = [line.rstrip("\r") for line in text.split("\n") if line.strip()]
     if not lines:
         raise ValueError(f"{name} has no prompts; write one a line.")
-    if not (name.endswith(".jsonl") or lines[0][1].lstrip().startswith("{")):
-        return [line for _, line in lines]
-    rows = []
-    for number, line in lines:
-        try:
-            row = json.loads(line)
-        except (json.JSONDecodeError, RecursionError) as error:
-            raise ValueError(f"line {number} of {name} is not JSON ({error}); mend or remove it.") from error
-        if not isinstance(row, dict) or not isinstance(row.get("prompt"), str | list):
-            raise ValueError(f'line {number} of {name} has no "prompt" that is a string or a list of messages.')
-        rows.append(row["prompt"])
-    return rows
+    if not (name.endswith(".jsonl") or lines[0].lstrip().startswith("{")):
+        return lines
+    return [row["prompt"] for row in parse_rows(text, name)]
 
 
 def _prompt(row: Any, index: int, loaded: LoadedModel) -> Prompt:
-    from sparse_rl.types import Prompt
+    from sparse_rl.tasks.jsonl import make_prompt
 
-    chat = not isinstance(row, str)
-    if chat and loaded.tokenizer.chat_template is None:
-        raise ValueError("a prompt is a list of messages, but the model has no chat template; give it as a string.")
-    try:
-        text = row
-        if chat:
-            text = str(loaded.tokenizer.apply_chat_template(row, tokenize=False, add_generation_prompt=True))
-        ids = loaded.tokenizer(text, add_special_tokens=not chat).input_ids
-    except Exception as error:  # a template's own complaint, or text that is not Unicode
-        what = "the model's chat template refuses" if chat else "the tokenizer cannot read"
-        raise ValueError(f"prompt {index}: {what} it ({type(error).__name__}: {error}); mend it.") from error
-    return Prompt(ids=tuple(ids), text=text, columns={"index": index})
+    return make_prompt({"prompt": row, "index": index}, f"prompt {index}", loaded.tokenizer)
 
 
 def _open_output(path: str | None) -> Any:
@@ -292,16 +201,6 @@ def _compare(loaded: LoadedModel, policy: Any, sampling: Any, config: Any, promp
             more = {"dense_logprobs": dense_scores.dense_logprobs.tolist(), "overlap": lower.tolist()}
             more |= {} if exact else {"overlap_upper": upper.tolist()}
             print(json.dumps(_record(replace(rollout, top_ids=None, top_logprobs=None), loaded, **more)), file=output)
-
-
-def _dtype(name: str | None) -> torch.dtype | None:
-    import torch
-
-    known = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}
-    known["float64"] = torch.float64
-    if name is not None and name not in known:
-        raise ValueError(f"dtype {name!r} is unknown; choose one of {', '.join(known)}.")
-    return known[name] if name else None
 
 
 def _given(tensor: torch.Tensor | None) -> torch.Tensor:

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command `sparse-rl`: one subcommand is one file with a function `run`, imported when it is called."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+
+COMMANDS = ("train", "generate", "report")
+
+USAGE = """usage: sparse-rl COMMAND ...
+
+Reinforcement learning of language models whose rollouts run on a sparse KV cache.
+
+commands:
+  train      train a model on a task; without a setting, the embedded model on the embedded task
+  generate   sample from a model whose KV cache is compressed while it decodes
+  report     one HTML page with plots and tables of one or several runs
+
+`sparse-rl COMMAND --help` lists the settings of a command.
+"""
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command and leave with its exit code: 0, 2 for what the user can mend, 1 otherwise."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(USAGE, end="")
+        sys.exit(0 if arguments else 2)
+    if arguments[0] == "--version":
+        from sparse_rl import __version__
+
+        print(f"sparse-rl {__version__}")
+        sys.exit(0)
+    if arguments[0] not in COMMANDS:
+        fail(f"unknown command {arguments[0]!r}; the commands are {', '.join(COMMANDS)}.")
+    try:
+        importlib.import_module(f"sparse_rl.cli.{arguments[0]}").run(arguments[1:])
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except BrokenPipeError:  # the reader had enough; leave without a word, and without Python's own at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except OSError as error:
+        fail(f"{error.filename}: {error.strerror}; check the path." if error.filename else str(error))
+    except ValueError as error:
+        fail(" ".join(str(error).split()))
+    except FloatingPointError as error:
+        fail(str(error), code=1)
+    except MemoryError:
+        fail("out of memory; ask for fewer engine.rows, samples or pages.")
+    except KeyboardInterrupt:
+        fail("interrupted; what had finished was written.", code=130)
+
+
+def fail(message: str, code: int = 2) -> None:
+    print(f"sparse-rl: error: {message}", file=sys.stderr)
+    sys.exit(code)

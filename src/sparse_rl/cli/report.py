@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`sparse-rl report`: run folders in, one HTML page out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from sparse_rl.cli.parsing import make_parser, parse
+
+DESCRIPTION = """One self-contained HTML page with plots and tables of one or several runs.
+
+  sparse-rl report runs/first
+  sparse-rl report runs/naive runs/sparse_rl --output comparison.html --png plots
+"""
+
+
+def run(arguments: list[str]) -> None:
+    parser = make_parser("report", DESCRIPTION)
+    parser.add_argument("runs", nargs="+", help="run folders")
+    parser.add_argument("--output", type=str, default="report.html", help="the page to write")
+    parser.add_argument("--png", type=str | None, default=None, help="folder that also gets every plot as a PNG")
+    settings = parse(parser, arguments)
+    from sparse_rl.report.page import write_report
+
+    write_report(
+        [Path(run) for run in settings.runs], Path(settings.output), Path(settings.png) if settings.png else None
+    )
+    print(f"wrote {settings.output}")

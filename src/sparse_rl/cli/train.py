@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`sparse-rl train`: settings in, a run folder out."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from dataclasses import asdict
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from sparse_rl.cli.parsing import add_model, make_parser, model_dtype, parse, quiet_bars
+from sparse_rl.cli.trl_names import translate, translate_keys
+
+if TYPE_CHECKING:
+    from jsonargparse import ArgumentParser, Namespace
+
+DESCRIPTION = """Train a model with reinforcement learning; rollouts run on a sparse KV cache.
+
+Without --config and --model, a small embedded model learns an embedded task (the recipe default.yaml). Recipes that
+come with the package are known by name. Every setting is a flag and a key of the YAML file; flags win. TRL's names work
+too (--num_generations, --learning_rate, ...).
+
+  sparse-rl train --trainer.output_dir runs/first
+  sparse-rl train --config qwen2.5-1.5b.yaml --task.train_file train.jsonl --task.rewards rewards.py:accuracy
+  sparse-rl train --trainer.output_dir runs/first --trainer.resume_from_checkpoint true
+  sparse-rl train --kv.policy snapkv --kv.budget 64 --correction.preset tis --dry-run
+"""
+
+TRAINER_SETS = ("seed", "top_logprobs")  # of the sampling settings
+
+
+def run(arguments: list[str]) -> None:
+    settings = parse(_parser(), _with_recipe(_configs_read(translate(arguments))))
+    from sparse_rl.config import build_correction, build_kv, build_section, build_task
+    from sparse_rl.evaluate import EvalConfig
+    from sparse_rl.model.load import load
+    from sparse_rl.objective.loss import LossConfig
+    from sparse_rl.rollout import EngineConfig, Sampling
+    from sparse_rl.train import OptimizerConfig, Trainer, TrainerConfig, UpdateConfig
+
+    for key in ("model", "device", "kv", "task", "correction"):
+        if settings[key] is None:
+            raise ValueError(f"{key} is null; give it a value or leave it out.")
+    task = build_task(settings["task"])
+    parts: dict[str, Any] = {
+        "kv": build_kv(settings["kv"]),
+        "correction": build_correction(settings["correction"]),
+        "sampling": build_section(Sampling, "sampling", settings["sampling"]),
+        "engine": build_section(EngineConfig, "engine", settings["engine"]),
+        "loss": build_section(LossConfig, "loss", settings["loss"]),
+        "update": build_section(UpdateConfig, "update", settings["update"]),
+        "optimizer": build_section(OptimizerConfig, "optimizer", settings["optimizer"]),
+        "eval": build_section(EvalConfig, "eval", settings["eval"]),
+        "config": build_section(TrainerConfig, "trainer", settings["trainer"]),
+    }
+    Trainer.check(parts["sampling"], parts["config"])
+    if settings.dry_run:
+        print(yaml.dump(_resolved(settings, task, parts), Dumper=_Lists, sort_keys=False), end="")
+        return
+    from sparse_rl.report.live import Live
+    from sparse_rl.train.callbacks import Callbacks
+
+    logging.basicConfig(format="sparse-rl: %(levelname)s: %(message)s", level=logging.WARNING, stream=sys.stderr)
+    Trainer.check_folder(parts["config"])
+    quiet_bars()
+    loaded = load(settings.model, dtype=model_dtype(settings.dtype), device=settings.device)
+    observers = [Live()] + ([Callbacks(parts["config"].report_to)] if parts["config"].report_to else [])
+    Trainer(loaded, task.build(loaded.tokenizer), observers=tuple(observers), **parts).train()
+
+
+def _parser() -> ArgumentParser:
+    from sparse_rl.config import add_correction_section, add_kv_section, add_section, add_task_section
+    from sparse_rl.evaluate import EvalConfig
+    from sparse_rl.objective.loss import LossConfig
+    from sparse_rl.rollout import EngineConfig, Sampling
+    from sparse_rl.train import OptimizerConfig, TrainerConfig, UpdateConfig
+
+    parser = make_parser("train", DESCRIPTION)
+    parser.add_argument("--config", action="config", help="YAML file with any of these settings, or a recipe's name")
+    add_model(parser, default="embedded")
+    parser.add_argument("--dry-run", action="store_true", help="print all settings as YAML, and stop")
+    add_section(parser, "trainer", TrainerConfig)
+    add_task_section(parser)
+    add_kv_section(parser)
+    add_correction_section(parser)
+    add_section(parser, "sampling", Sampling, leave_out=TRAINER_SETS)
+    for name, component in (
+        ("loss", LossConfig),
+        ("optimizer", OptimizerConfig),
+        ("update", UpdateConfig),
+        ("eval", EvalConfig),
+        ("engine", EngineConfig),
+    ):
+        add_section(parser, name, component)
+    return parser
+
+
+def _with_recipe(arguments: list[str]) -> list[str]:
+    """The default recipe before everything else, unless a model or a config is named."""
+    named = any(argument.split("=")[0] in ("--model", "--config") for argument in arguments)
+    return arguments if named else ["--config", _recipe("default.yaml").read_text(), *arguments]
+
+
+def _configs_read(arguments: list[str]) -> list[str]:
+    """Each --config FILE replaced by its settings, TRL's keys translated."""
+    read = list(arguments)
+    for i, argument in enumerate(arguments):
+        if argument.startswith("--config="):
+            read[i] = "--config=" + _config_text(argument.partition("=")[2])
+        elif i and arguments[i - 1] == "--config":
+            read[i] = _config_text(argument)
+    return read
+
+
+def _config_text(name: str) -> str:
+    path = Path(name)
+    recipe = _recipe(name)
+    if not path.exists() and not recipe.is_file():
+        recipes = ", ".join(sorted(entry.name for entry in _recipe("").iterdir() if entry.name.endswith(".yaml")))
+        raise ValueError(f"--config {name!r} is neither a file nor a recipe; the recipes are {recipes}.")
+    try:
+        settings = yaml.safe_load((path if path.exists() else recipe).read_text())
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{name} is not YAML: {error}") from error
+    if not isinstance(settings, dict):
+        raise ValueError(f"{name} is not a table of settings; write lines of the form `key: value`.")
+    return yaml.safe_dump(translate_keys(settings))
+
+
+def _recipe(name: str) -> Any:
+    return resources.files("sparse_rl") / "recipes" / name
+
+
+def _resolved(settings: Namespace, task: Any, parts: dict[str, Any]) -> dict[str, Any]:
+    """Every setting, in the form of a config file."""
+    sections: dict[str, Any] = {key: settings[key] for key in ("model", "dtype", "device")}
+    sections["trainer"] = asdict(parts["config"])
+    sections["task"] = {"name": task.name, **asdict(task)}
+    sections["kv"] = {"policy": parts["kv"].name, **asdict(parts["kv"])}
+    sections["correction"] = {"preset": settings.correction.preset, **asdict(parts["correction"])}
+    for name in ("sampling", "loss", "optimizer", "update", "eval", "engine"):
+        sections[name] = asdict(parts[name])
+    for name in TRAINER_SETS:
+        del sections["sampling"][name]
+    return sections
+
+
+class _Lists(yaml.SafeDumper):  # type: ignore[misc]
+    """Writes tuples as lists."""
+
+
+_Lists.add_representer(tuple, lambda dumper, value: dumper.represent_list(value))

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""TRL's names as flat flags and YAML keys: `--num_generations 16` is `--sampling.n 16`.
+
+Each name maps to one setting; where TRL has other words for the values, they are translated too. Names without a
+counterpart are refused with what to use instead.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+NAMES: dict[str, str] = {
+    "model_name_or_path": "model",
+    "dtype": "dtype",
+    "bf16": "dtype",
+    "output_dir": "trainer.output_dir",
+    "max_steps": "trainer.steps",
+    "seed": "trainer.seed",
+    "save_steps": "trainer.save_every",
+    "save_total_limit": "trainer.save_total_limit",
+    "metric_for_best_model": "trainer.best_metric",
+    "resume_from_checkpoint": "trainer.resume_from_checkpoint",
+    "report_to": "trainer.report_to",
+    "scale_rewards": "trainer.advantage",
+    "reward_weights": "task.reward_weights",
+    "num_generations": "sampling.n",
+    "max_completion_length": "sampling.max_tokens",
+    "temperature": "sampling.temperature",
+    "top_p": "sampling.top_p",
+    "top_k": "sampling.top_k",
+    "learning_rate": "optimizer.learning_rate",
+    "lr_scheduler_type": "optimizer.schedule",
+    "warmup_steps": "optimizer.warmup",
+    "weight_decay": "optimizer.weight_decay",
+    "adam_beta1": "optimizer.beta1",
+    "adam_beta2": "optimizer.beta2",
+    "adam_epsilon": "optimizer.eps",
+    "max_grad_norm": "update.max_grad_norm",
+    "num_iterations": "update.num_iterations",
+    "beta": "loss.beta",
+    "epsilon": "loss.clip_low",
+    "epsilon_high": "loss.clip_high",
+    "delta": "loss.delta",
+    "loss_type": "loss.aggregation",
+    "importance_sampling_level": "loss.surrogate",
+    "mask_truncated_completions": "loss.mask_truncated_completions",
+    "eval_steps": "eval.every",
+    "num_generations_eval": "eval.n",
+}
+
+VALUES: dict[str, dict[str, str]] = {
+    "bf16": {"true": "bfloat16", "false": "float32"},
+    "scale_rewards": {"group": "grpo", "true": "grpo", "none": "dr_grpo", "false": "dr_grpo"},
+    "loss_type": {
+        "grpo": "sequence_mean",
+        "dr_grpo": "fixed_length",
+        "dapo": "token_mean",
+        "bnpo": "token_mean",
+    },
+    "importance_sampling_level": {"token": "ppo", "sequence": "gspo"},
+    "lr_scheduler_type": {"constant_with_warmup": "constant"},
+}
+
+REFUSED: dict[str, str] = {
+    "per_device_train_batch_size": "a step samples trainer.prompts_per_step prompts, sampling.n completions each; "
+    "update.max_tokens bounds a forward",
+    "gradient_accumulation_steps": "update.max_tokens bounds a forward, and a step's forwards are accumulated",
+    "generation_batch_size": "give trainer.prompts_per_step",
+    "steps_per_generation": "give update.updates_per_rollout, the optimiser steps a rollout batch",
+    "num_train_epochs": "give trainer.steps",
+    "logging_steps": "every step is logged",
+    "use_vllm": "rollouts run on the model itself",
+    "vllm_importance_sampling_correction": "give correction.preset",
+    "min_p": "training samples from the whole distribution",
+    "repetition_penalty": "training samples from the whole distribution",
+    "log_completions": "give trainer.log_completions, completions a step",
+}
+
+
+def translate(arguments: list[str]) -> list[str]:
+    """The arguments with TRL's flags as our own."""
+    translated = list(arguments)
+    for i, argument in enumerate(arguments):
+        if not argument.startswith("--") or (i and arguments[i - 1] == "--config"):
+            continue
+        name, equals, value = argument[2:].partition("=")
+        if name in REFUSED:
+            raise ValueError(f"--{name} has no counterpart here: {REFUSED[name]}.")
+        if name not in NAMES:
+            continue
+        translated[i] = f"--{NAMES[name]}" + (f"={_value(name, value)}" if equals else "")
+        has_value = i + 1 < len(arguments) and not arguments[i + 1].startswith("--")
+        if not equals and has_value:
+            translated[i + 1] = _value(name, arguments[i + 1])
+        elif not equals:  # a bare boolean flag
+            translated[i] += f"={_value(name, 'true')}"
+    return translated
+
+
+def translate_keys(settings: dict[str, Any]) -> dict[str, Any]:
+    """A YAML file's settings with TRL's top-level keys moved to their sections."""
+    translated = {key: value for key, value in settings.items() if key not in NAMES or NAMES[key] == key}
+    for name, value in settings.items():
+        if name in REFUSED:
+            raise ValueError(f"{name} has no counterpart here: {REFUSED[name]}.")
+        if name not in NAMES or NAMES[name] == name:
+            continue
+        *sections, key = NAMES[name].split(".")
+        place = translated
+        for section in sections:
+            place = place.setdefault(section, {})
+        if key in place:
+            raise ValueError(f"{name} and {NAMES[name]} are the same setting; give one of them.")
+        known = VALUES.get(name, {})
+        place[key] = known.get(str(value).lower(), value)
+    return translated
+
+
+def _value(name: str, value: str) -> str:
+    return VALUES.get(name, {}).get(value.lower(), value)

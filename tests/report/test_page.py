@@ -1,0 +1,308 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The report: a page that stands alone, says the right numbers, and survives whatever a run left behind."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sparse_rl.metrics import METRICS
+from sparse_rl.report.page import write_report
+from sparse_rl.report.plots import PLOTS, points
+from sparse_rl.report.runs import load_runs
+
+HOSTILE = "</td><script>alert('1')</script>&\"<b x=\ud800\x00"
+EVAL_STEPS = 10
+
+
+def config(policy: str = "rkv", budget: int | None = 64, seed: int = 0) -> dict[str, Any]:
+    return {
+        "model": "embedded:chain",
+        "correction": {"preset": "none" if policy == "full" else "sparse_rl"},
+        "kv": {"policy": policy, "budget": budget},
+        "trainer": {"steps": 30, "seed": seed},
+    }
+
+
+def training(step: int, sparse: bool = True) -> dict[str, Any]:
+    """A line in which every number follows from the step."""
+    line: dict[str, Any] = {"step": step}
+    if step:
+        line |= {"reward": step / 40, "grad_norm": 1.5, "completions/mean_length": 100.0 + step}
+        line |= {
+            "rollout/tokens_per_s": 1000.0 * step,
+            "correction/rejection_rate": 0.1 * (step % 2) if sparse else 0.0,
+        }
+        line |= {"kv/saved_frac": 0.25 + step / 100 if sparse else 0.0, "kv/peak_frac": 0.4 if sparse else 1.0}
+    if step and sparse:
+        line |= {f"mismatch/xi_{stat}": xi for stat, xi in (("p01", 0.01), ("p05", 0.5), ("p50", 1.0), ("p99", 1.4))}
+        line |= {"mismatch/overlap_mean": 0.97, "mismatch/overlap_p05": 0.8, "mismatch/overlap_p01": None}
+        line |= {"rollout_corr/kl": 0.02, "rollout_corr/k3_kl": 0.03}
+    if step % EVAL_STEPS == 0:
+        line |= {"eval/dense/reward": 0.4 + step / 100, "eval/dense/reward_se": 0.02}
+    if step % EVAL_STEPS == 0 and sparse:
+        line |= {"eval/sparse/reward": 0.3 + step / 100, "eval/sparse/reward_se": None if step else 0.03}
+    return line
+
+
+def write_run(folder: Path, metrics: list[dict[str, Any]], settings: dict[str, Any] | None = None, **logs: Any) -> Path:
+    folder.mkdir(parents=True)
+    about = {
+        "command": "sparse-rl train",
+        "config": config() if settings is None else settings,
+        "versions": {"torch": "2"},
+    }
+    (folder / "run.json").write_text(json.dumps(about))
+    for name, lines in {"metrics": metrics, **logs}.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+def report(*folders: Path, **settings: Any) -> str:
+    output = folders[0].parent / "out" / "report.html"
+    write_report(list(folders), output, **settings)
+    assert [path.name for path in output.parent.glob("*") if path.is_file()] == ["report.html"]  # no temporary file
+    return output.read_text()
+
+
+class Page(HTMLParser):
+    """The tables of a page as lists of rows, its tags, and whether they close in order."""
+
+    VOID = frozenset({"meta", "path", "use", "rect", "br"})
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tables: list[list[list[str]]] = []
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+        self.open: list[str] = []
+        self.feed(text)
+        assert not self.open
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += attrs
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_startendtag(tag, attrs)
+        if tag not in self.VOID:
+            self.open.append(tag)
+        if tag == "table":
+            self.tables.append([])
+        if tag == "tr":
+            self.tables[-1].append([])
+        if tag in ("td", "th"):
+            self.tables[-1][-1].append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in self.VOID:
+            assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if {"td", "th"} & set(self.open):
+            self.tables[-1][-1][-1] += data
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory: pytest.TempPathFactory) -> str:
+    root = tmp_path_factory.mktemp("three")
+    sparse = [training(step) for step in range(31)]
+    dense = write_run(root / "dense", [training(step, sparse=False) for step in range(31)], config("full", None))
+    rejected = [
+        {"step": 3, "prompt": f"p{i}", "token": token, "token_id": 1, "index": 7, "sampler_logprob": -0.25,
+         "dense_logprob": -12.5, "log_xi": log_xi, "before": "w" * 900 + " 3+4=", "after": " so" + "w" * 900}
+        for i, (token, log_xi) in enumerate([("MILD", -9.5), ("WORST", -30.0), ("\n", -20.0), ("NEXT", -12.25)])
+    ]  # fmt: skip
+    completions = [
+        {
+            "step": step,
+            "prompt": "a=3",
+            "completion": f"sample {step} " + "w" * 9000,
+            "reward": 1.0,
+            "accepted": step > 1,
+        }
+        for step in range(1, 31)
+    ]
+    one = write_run(root / "a" / "sparse", sparse, rejected=rejected, completions=completions)
+    two = write_run(root / "b" / "sparse", sparse[:18], config("snapkv", 32, seed=1))
+    with open(two / "metrics.jsonl", "a") as file:
+        file.write('{"step": 18, "reward": 0.')
+    return report(dense, one, two, png=root / "out" / "png")
+
+
+def test_page_needs_nothing_but_itself(three):
+    page = Page(three)
+    assert not {"script", "link", "img", "iframe", "object", "base"} & set(page.tags)
+    addresses = re.findall(r"\w+://[^\s\"'<>)]*", three)
+    assert set(addresses) <= {"http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"}
+    assert "@import" not in three and not re.search(r"url\((?!#)", three)
+    assert all(value.startswith("#") for name, value in page.attributes if name in ("href", "xlink:href", "src"))
+    ids = [value for name, value in page.attributes if name == "id"]
+    assert len(ids) == len(set(ids))
+    assert page.tags.count("svg") == len(PLOTS)
+
+
+def test_summary_by_hand(three):
+    head, dense, one, two = Page(three).tables[0]
+    assert [cell.replace("\u00a0", " ") for cell in dense] == [
+        "● dense", "full", "none", "30", "0.400 ± 0.020 → 0.700 ± 0.020", "–",
+        "0.637",  # mean of 21 .. 30 is 25.5, of which a fortieth
+        "0.0 %", "0.0 %", "115.5", "15,500",
+    ]  # fmt: skip
+    assert [cell.replace("\u00a0", " ") for cell in one] == [
+        "● a/sparse", "rkv, budget 64", "sparse_rl", "30", "0.400 ± 0.020 → 0.700 ± 0.020", "0.300 ± 0.030 → 0.600",
+        "0.637",
+        "5.0 %",  # 0.1 at every other step
+        "40.5 %",  # 25 + the mean of 1 .. 30
+        "115.5", "15,500",
+    ]  # fmt: skip
+    assert [cell.replace("\u00a0", " ") for cell in two] == [
+        "● b/sparse", "snapkv, budget 32", "sparse_rl", "17 of 30",  # the line of step 18 is only half there
+        "0.400 ± 0.020 → 0.500 ± 0.020", "0.300 ± 0.030 → 0.400",
+        "0.312",  # mean of 8 .. 17 is 12.5
+        "5.3 %",  # 0.1 at 9 of 17 steps
+        "34.0 %", "109.0", "9,000",
+    ]  # fmt: skip
+    assert len(head) == len(dense)
+
+
+def test_settings_that_differ(three):
+    assert Page(three).tables[1] == [
+        ["setting", "dense", "a/sparse", "b/sparse"],
+        ["correction.preset", "none", "sparse_rl", "sparse_rl"],
+        ["kv.policy", "full", "rkv", "snapkv"],
+        ["kv.budget", "null", "64", "32"],
+        ["trainer.seed", "0", "0", "1"],
+    ]
+    assert ["versions.torch", "2", "2", "2"] in Page(three).tables[2]
+
+
+def test_shown_metrics_are_defined(three):
+    rows = dict(Page(three).tables[3])
+    assert rows["correction/rejection_rate"] == METRICS["correction/rejection_rate"]
+    assert rows["eval/sparse/reward"] == METRICS["eval/{CACHE}/reward"]
+    assert "mismatch/xi_p01" in rows and "mismatch/xi_p50" not in rows  # several runs: one line each
+    assert "mismatch/overlap_p01" not in rows  # all null
+    assert "–" not in rows.values()
+
+
+def test_telling_rejections_and_samples(three):
+    assert re.findall("<mark>(.*?)</mark>", three) == ["WORST", "&#x27;\\n&#x27;"]  # six for three runs: two of each
+    assert "3+4=<mark>WORST</mark> so" in three
+    assert "sampler logprob -0.25, dense logprob -12.5, log xi -30" in three
+    assert re.findall(r"sample (\d+)", three) == ["1", "30"]
+    assert "step 1, reward 1, advantage –, accepted no" in three
+    assert max(map(len, re.findall("w+", three))) < 1000
+
+
+def test_pictures(tmp_path):
+    folder = write_run(tmp_path / r"run_$\frac$", [{"step": 0}, {"step": 1, "reward": 0.5, "grad_norm": float("nan")}])
+    other = write_run(tmp_path / "_hidden", [{"step": 1, "reward": 0.25}])
+    report(folder, other, png=tmp_path / "png")
+    assert [path.name for path in (tmp_path / "png").iterdir()] == ["reward.png"]
+    assert (tmp_path / "png" / "reward.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_one_run_draws_every_quantile(tmp_path):
+    page = Page(report(write_run(tmp_path / "run", [training(step) for step in range(3)])))
+    shown = [name for name, _ in page.tables[2][1:]]
+    assert [name for name in shown if "xi" in name] == [f"mismatch/xi_{stat}" for stat in ("p01", "p05", "p50", "p99")]
+    assert page.tables[1][0] == ["setting", "run"]
+
+
+def test_same_input_same_page(tmp_path):
+    folder = write_run(tmp_path / "run", [{"step": step, "reward": 0.5, "eval/dense/reward": 0.5} for step in range(2)])
+    assert report(folder) == report(folder)
+
+
+def test_hostile_text_stays_text(tmp_path):
+    record = dict.fromkeys(("prompt", "token", "before", "after", "completion", "finish_reason", "step"), HOSTILE)
+    settings = {HOSTILE: HOSTILE, "kv": {"policy": HOSTILE, "budget": HOSTILE}, "correction": {"preset": HOSTILE}}
+    metrics = [{"step": 1, "reward": 1, HOSTILE: HOSTILE, "grad_norm": HOSTILE, "correction/rejection_rate": 1}]
+    folder = write_run(tmp_path / "<script>&'\"", metrics, settings, rejected=[record], completions=[record, {}])
+    text = report(folder)
+    page = Page(text)
+    assert "script" not in page.tags and "b" not in page.tags
+    assert text.count("&lt;/td&gt;&lt;script&gt;") >= 10
+
+
+@pytest.mark.parametrize(
+    ("rejection", "saved", "policy", "said"),
+    [
+        (0.2, 0.5, "rkv", "20 % of the completions were rejected; raise kv.budget or use a gentler policy."),
+        (0.15, 0.5, "rkv", None),
+        (0.0, 0.0, "rkv", "no KV was saved, as the budget is above the lengths seen; lower kv.budget."),
+        (0.0, 0.0, "full", None),
+    ],
+)
+def test_advice(tmp_path, rejection, saved, policy, said):
+    line = {"step": 1, "correction/rejection_rate": rejection, "kv/saved_frac": saved}
+    text = report(write_run(tmp_path / "run", [line], config(policy)))
+    assert re.findall('<p class="note">(.*?)</p>', text) == ([f"run: {said}"] if said else [])
+
+
+@pytest.mark.parametrize("metrics", [[], [{"step": 0, "eval/dense/reward": 0.5}], [{"step": 0, "reward": None}, {}]])
+def test_runs_that_only_just_began(tmp_path, metrics):
+    page = Page(report(write_run(tmp_path / "run", metrics)))
+    evaluated = "0.500" if metrics and "eval/dense/reward" in metrics[0] else "–"
+    assert page.tables[0][1][3:] == ["0\u00a0of\u00a030", evaluated, *"––––––"]
+    assert page.tags.count("svg") == (evaluated == "0.500")
+
+
+def test_long_runs_are_drawn_in_blocks(tmp_path):
+    folder = write_run(tmp_path / "run", [{"step": step, "reward": step % 2} for step in range(1, 301)])
+    steps, values, errors = points(load_runs([folder])[0], "reward")
+    assert (steps[0], steps[-1], len(steps), errors) == (2.0, 299.0, 100, None)  # 1, 2, 3 to 298, 299, 300
+    assert values[:2] == pytest.approx([2 / 3, 1 / 3])
+    assert "means over blocks of steps" in report(folder)
+
+
+def test_names_are_unique_and_folders_read_once(tmp_path):
+    folders = [write_run(tmp_path / name, []) for name in ("x/1/run", "y/1/run", "other")]
+    assert [run.name for run in load_runs([*folders, folders[0]])] == ["x/1/run", "y/1/run", "other"]
+    assert [run.name for run in load_runs([folders[1], folders[2]])] == ["run", "other"]
+
+
+def test_what_cannot_be_read_is_named(tmp_path):
+    def refused(folder: Path) -> str:
+        with pytest.raises(ValueError, match=re.escape(str(folder))) as error:
+            report(folder)
+        assert not (tmp_path / "out").exists()
+        return str(error.value)
+
+    assert "is no run folder, it has no run.json" in refused(tmp_path / "nowhere")
+    folder = write_run(tmp_path / "run", [])
+    assert "is no run folder" in refused(folder / "run.json")
+    (folder / "metrics.jsonl").write_text('{"step": 1}\n{"step": \n')
+    assert "metrics.jsonl holds something other than JSON;" in refused(folder)
+    (folder / "metrics.jsonl").write_text("[1]\n")
+    assert "metrics.jsonl holds something other than JSON objects;" in refused(folder)
+    (folder / "metrics.jsonl").unlink()
+    assert "is no run folder, it has no metrics.jsonl" in refused(folder)
+    (folder / "run.json").write_bytes(b"\xff{")
+    assert "run.json holds something other than JSON;" in refused(folder)
+    (folder / "run.json").unlink()
+    (folder / "run.json").mkdir()
+    assert "run.json cannot be read (Is a directory);" in refused(folder)
+    with pytest.raises(ValueError, match="at least one run folder"):
+        load_runs([])
+
+
+def test_an_output_that_is_a_folder(tmp_path):
+    folder = write_run(tmp_path / "run", [])
+    with pytest.raises(ValueError, match="cannot be written"):
+        write_report([folder], tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_without_matplotlib(tmp_path, monkeypatch):
+    folder = write_run(tmp_path / "run", [training(1)])
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ValueError, match=re.escape("pip install 'sparse-rl[report]'")):
+        report(folder)
