@@ -82,7 +82,7 @@ def accuracy(model: LlamaForCausalLM, task: Chain, hidden: int, count: int = 512
     tokenizer = chain_tokenizer()
     engine = Engine(LoadedModel(model=copy, tokenizer=tokenizer, shape=dry_run(copy)), config=EngineConfig(rows=count))
     rollouts = engine.generate(task.held_out(count), Sampling(max_tokens=task.chain_len + 16))
-    texts = [str(tokenizer.decode(rollout.token_ids)) for rollout in rollouts]
+    texts = [str(tokenizer.decode(rollout.token_ids, skip_special_tokens=True)) for rollout in rollouts]
     return sum(right_answer(texts, [rollout.prompt.columns["answer"] for rollout in rollouts])) / count
 
 

@@ -125,6 +125,7 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> str:
             "prompt": "a=3",
             "completion": f"sample {step} " + "w" * 9000,
             "reward": 1.0,
+            "advantage": None,
             "accepted": step > 1,
         }
         for step in range(1, 31)
@@ -197,7 +198,7 @@ def test_telling_rejections_and_samples(three):
     assert "3+4=<mark>WORST</mark> so" in three
     assert "sampler logprob -0.25, dense logprob -12.5, log xi -30" in three
     assert re.findall(r"sample (\d+)", three) == ["1", "30"]
-    assert "step 1, reward 1, advantage –, accepted no" in three
+    assert "step 1, reward 1, advantage –, accepted no</p>" in three
     assert max(map(len, re.findall("w+", three))) < 1000
 
 

@@ -18,7 +18,7 @@ from sparse_rl.report.plots import MARKERS, PLOTS, POINTS, Plot, draw_png, draw_
 from sparse_rl.report.runs import NONE, Record, Run, advice, differing, load_runs, summary
 
 REJECTED, COMPLETIONS = 6, 8  # shown in all, shared out among the runs
-REJECTED_FACTS = ("step", "index", "sampler_logprob", "dense_logprob", "log_xi")
+REJECTED_FACTS = ("step", "index", "sampler_logprob", "dense_logprob", "log_xi", "entries_held", "entries_dense")
 COMPLETION_FACTS = ("step", "reward", "advantage", "accepted", "finish_reason", "lowest_log_xi")
 
 CSS = """
@@ -165,7 +165,7 @@ def _completions(runs: list[Run]) -> Html:
 
 
 def _sample(run: Run, record: Record, facts: tuple[str, ...], text: str) -> Html:
-    said = ", ".join(f"{fact.replace('_', ' ')} {_shown(record.get(fact))}" for fact in facts)
+    said = ", ".join(f"{fact.replace('_', ' ')} {_shown(record[fact])}" for fact in facts if fact in record)
     prompt = markup(_cut(_text(record, "prompt"), 160, 240))
     return Html(f"<p>{markup(run.name)}: {markup(said)}</p>\n<pre><small>{prompt}</small>\n{markup(text)}</pre>\n")
 

@@ -86,8 +86,8 @@ def looks(count: int) -> list[tuple[str, str]]:
 def points(run: Run, metric: str) -> tuple[list[float], list[float], list[float] | None]:
     """Steps, values and, for an evaluation, standard errors; other metrics are averaged down to POINTS."""
     if metric.startswith("eval/"):
-        points = run.with_error(metric)
-        return [step for step, _, _ in points], [value for _, value, _ in points], [error for _, _, error in points]
+        found = run.with_error(metric)
+        return [step for step, _, _ in found], [value for _, value, _ in found], [error for _, _, error in found]
     series = run.series(metric)
     size = max(1, math.ceil(len(series) / POINTS))
     blocks = [series[start : start + size] for start in range(0, len(series), size)]
@@ -161,7 +161,7 @@ def _figure(plot: Plot, runs: list[Run]) -> Figure:
         axes.set_yscale("log")
     if plot.scale == "share":
         axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:g} %")
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(0, 1.05 * max(axes.dataLim.y1, 0.0) or 0.05)
     if plot.scale == "evaluation":
         axes.set_ylim(_range(runs))
     return figure
@@ -170,8 +170,8 @@ def _figure(plot: Plot, runs: list[Run]) -> Figure:
 def _range(runs: list[Run]) -> tuple[float, float]:
     """Of all evaluations, dense and sparse, so that their plots can be compared by eye."""
     metrics = [metric for plot in PLOTS if plot.scale == "evaluation" for metric in plot.metrics]
-    points = [point for run in runs for metric in metrics for point in run.with_error(metric)]
-    spans = [(value, 0.0 if math.isnan(error) else error) for _, value, error in points]
+    found = [point for run in runs for metric in metrics for point in run.with_error(metric)]
+    spans = [(value, 0.0 if math.isnan(error) else error) for _, value, error in found]
     low, high = min(value - error for value, error in spans), max(value + error for value, error in spans)
     margin = 0.05 * (high - low) or 0.05
     return low - margin, high + margin

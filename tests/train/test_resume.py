@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A killed run resumes as if nothing happened; a damaged or foreign checkpoint is refused in one sentence."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import small_run
+import torch
+from safetensors.torch import load_file
+from small_run import small_trainer
+
+from sparse_rl.metrics import TIMES, read_log
+from sparse_rl.model.load import load
+from sparse_rl.model.tiny import tiny_model, tiny_tokenizer
+from sparse_rl.train import checkpoint
+
+# Chances of each point in a run of four steps: calls of it from which a kill is drawn. Fresh every time.
+CALLS = {"rollout": (30, 150), "update": (2, 8), "publish": (2, 8), "log": (3, 10), "save": (2, 40), "prune": (2, 12)}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The run that was never stopped."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    small_trainer(folder).train()
+    return folder
+
+
+def without_times(path):
+    return [{k: v for k, v in line.items() if not k.startswith(TIMES)} for line in read_log(path)]
+
+
+def assert_same_run(got: Path, expected: Path) -> None:
+    assert without_times(got / "metrics.jsonl") == without_times(expected / "metrics.jsonl")
+    for name in ("completions.jsonl", "rejected.jsonl"):
+        assert (got / name).read_bytes() == (expected / name).read_bytes()
+    assert [p.name for p in checkpoint.checkpoints(got)] == [p.name for p in checkpoint.checkpoints(expected)]
+    assert not list(got.glob("*.tmp"))
+    last = checkpoint.checkpoints(expected)[-1].name
+    for name in ("model.safetensors", "masters.safetensors"):
+        ours, theirs = load_file(got / last / name), load_file(expected / last / name)
+        assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
+    ours, theirs = (torch.load(folder / last / "optimizer.pt", weights_only=True) for folder in (got, expected))
+    for key, state in theirs["state"].items():
+        assert all(torch.equal(state[name], ours["state"][key][name]) for name in state)
+
+
+@pytest.mark.parametrize("point", list(CALLS))
+def test_a_run_killed_anywhere_resumes_bit_for_bit(whole, tmp_path, point):
+    count = random.SystemRandom().randint(*CALLS[point])
+    command = [sys.executable, small_run.__file__, str(tmp_path / "run"), point, str(count)]
+    killed = subprocess.run(command, capture_output=True, text=True)
+    assert killed.returncode == -signal.SIGKILL, f"{point} {count}: {killed.stderr[-500:]}"
+    assert len(checkpoint.checkpoints(tmp_path / "run")) < 4 or point in ("save", "prune", "log")
+    small_trainer(tmp_path / "run", resume_from_checkpoint=True).train()
+    assert_same_run(tmp_path / "run", whole)
+
+
+def test_resuming_from_an_older_checkpoint_takes_its_future_again(whole, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(whole, run)
+    found = checkpoint.checkpoints(run)
+    small_trainer(run, resume_from_checkpoint=str(found[0])).train()
+    assert_same_run(run, whole)
+
+
+def test_a_finished_run_resumes_to_nothing_more_and_more_steps_go_on(whole, tmp_path, caplog):
+    run = tmp_path / "run"
+    shutil.copytree(whole, run)
+    small_trainer(run, resume_from_checkpoint=True).train()
+    assert_same_run(run, whole)
+    caplog.clear()
+    small_trainer(run, resume_from_checkpoint=True, steps=5).train()
+    assert read_log(run / "metrics.jsonl")[-1]["step"] == 5
+    assert "trainer.steps 4 is now 5" in caplog.text and "seed" not in caplog.text
+
+
+def test_a_run_folder_is_not_overwritten(whole):
+    before = {path: path.stat().st_mtime_ns for path in whole.rglob("*")}
+    with pytest.raises(ValueError, match="has a run in it; resume it with --trainer.resume_from_checkpoint true"):
+        small_trainer(whole).train()
+    assert {path: path.stat().st_mtime_ns for path in whole.rglob("*")} == before
+
+
+def test_there_must_be_a_run_to_resume(tmp_path):
+    with pytest.raises(ValueError, match="there is no run to resume"):
+        small_trainer(tmp_path / "nothing", resume_from_checkpoint=True).train()
+    assert not (tmp_path / "nothing").exists()
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "masters.safetensors", "optimizer.pt", "config.json"])
+@pytest.mark.parametrize("damage", ["truncate", "delete"])
+def test_a_damaged_checkpoint_is_refused(whole, tmp_path, name, damage):
+    run = tmp_path / "run"
+    shutil.copytree(whole, run)
+    last = checkpoint.checkpoints(run)[-1]
+    if damage == "truncate":
+        (last / name).write_bytes((last / name).read_bytes()[:-5])
+    else:
+        (last / name).unlink()
+    logs = (run / "metrics.jsonl").read_bytes()
+    with pytest.raises(ValueError, match=rf"checkpoint .*{last.name} is damaged: {name} is .*; resume from an earlier"):
+        small_trainer(run, resume_from_checkpoint=True).train()
+    assert (run / "metrics.jsonl").read_bytes() == logs and len(checkpoint.checkpoints(run)) == 2
+    (last / checkpoint.STATE).write_text("{")
+    with pytest.raises(ValueError, match="is not a checkpoint of a run"):
+        small_trainer(run, resume_from_checkpoint=True).train()
+
+
+def test_a_checkpoint_of_another_model_is_refused(whole, tmp_path):
+    tokenizer = tiny_tokenizer()
+    other = tiny_model(vocab_size=len(tokenizer))
+    other.save_pretrained(tmp_path / "model")
+    load("embedded").tokenizer.save_pretrained(tmp_path / "model")
+    run = tmp_path / "run"
+    shutil.copytree(whole, run)
+    with pytest.raises(ValueError, match="is of another model"):
+        small_trainer(run, loaded=load(str(tmp_path / "model")), resume_from_checkpoint=True).train()
+    with pytest.raises(ValueError, match="is not a checkpoint of"):
+        small_trainer(run, resume_from_checkpoint=str(tmp_path / "model")).train()
+    assert (run / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()
+
+
+def test_a_full_disk_keeps_the_last_checkpoint(whole, tmp_path, monkeypatch):
+    run = tmp_path / "run"
+    shutil.copytree(whole, run)
+
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "save_file", full)
+    with pytest.raises(OSError, match="No space left"):
+        small_trainer(run, resume_from_checkpoint=True, steps=5).train()
+    assert [path.name for path in checkpoint.checkpoints(run)] == ["checkpoint-3", "checkpoint-4"]
+    assert not list(run.glob("*.tmp"))
+    monkeypatch.undo()
+    small_trainer(run, resume_from_checkpoint=True).train()
+    assert_same_run(run, whole)
+
+
+def test_a_checkpoint_loads_as_a_hugging_face_model(whole):
+    last = checkpoint.checkpoints(whole)[-1]
+    weights, masters = load(str(last)).model.state_dict(), load_file(last / "masters.safetensors")
+    assert all(torch.equal(weights[name], masters[name]) for name in masters)
+
+
+def test_bf16_runs_resume_from_their_fp32_masters(tmp_path):
+    """What a checkpoint gives back is the master, not the rounded module."""
+    for name in ("whole", "parts"):
+        small_trainer(tmp_path / name, loaded=load("embedded", dtype=torch.bfloat16), steps=2).train()
+    shutil.rmtree(tmp_path / "parts" / "checkpoint-2")
+    resumed = load("embedded", dtype=torch.bfloat16)
+    small_trainer(tmp_path / "parts", loaded=resumed, steps=2, resume_from_checkpoint=True).train()
+    first, second = (load_file(tmp_path / name / "checkpoint-2" / "masters.safetensors") for name in ("whole", "parts"))
+    assert all(torch.equal(first[key], second[key]) for key in first)
+    assert any(not torch.equal(value, value.bfloat16().float()) for value in first.values())
+
+
+def test_the_best_checkpoint_is_kept(tmp_path):
+    trainer = small_trainer(tmp_path / "run", save_total_limit=1, steps=3)
+    trainer.eval = type(trainer.eval)(every=1, prompts=4)
+    values = iter([0.0, 0.9, 0.1, 0.2])
+    trainer._evaluate = lambda: {"eval/dense/reward": next(values)}
+    trainer.train()
+    assert [path.name for path in checkpoint.checkpoints(tmp_path / "run")] == ["checkpoint-1", "checkpoint-3"]
+    state = json.loads((tmp_path / "run" / "checkpoint-3" / checkpoint.STATE).read_text())
+    assert state["best"] == {"checkpoint": "checkpoint-1", "value": 0.9}
