@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A training run of seconds on the embedded model; as a program, one that is killed on the way.
 
-    python small_run.py FOLDER POINT COUNT      SIGKILL at the COUNT-th time the run passes POINT
+python small_run.py FOLDER POINT COUNT      SIGKILL at the COUNT-th time the run passes POINT
 """
 
 from __future__ import annotations
@@ -15,12 +15,36 @@ import torch
 from sparse_rl.evaluate import EvalConfig
 from sparse_rl.kv import RKV
 from sparse_rl.model.load import load
-from sparse_rl.objective.correction import PRESETS
+from sparse_rl.objective.correction import Correction
 from sparse_rl.rollout import EngineConfig, Sampling
-from sparse_rl.tasks import Chain
+from sparse_rl.tasks import Chain, Rewards
 from sparse_rl.train import OptimizerConfig, Trainer, TrainerConfig, UpdateConfig
 
-TASK = Chain(letters=2, steps=2, filler=0)
+
+def digits(completions, **_):
+    """The sum of the digits: samples differ in it, so there is something to learn."""
+    return [sum(int(symbol) for symbol in text if symbol.isdigit()) / 10 for text in completions]
+
+
+def declines(completion_ids, **_):
+    """Grades only some completions."""
+    return [None if ids[0] % 2 else 0.1 for ids in completion_ids]
+
+
+class Small:
+    """Short chains, two rewards."""
+
+    rewards = Rewards((digits, declines), (1.0, 0.5))
+
+    def stream(self, start, count, seed):
+        return CHAIN.stream(start, count, seed)
+
+    def held_out(self, count):
+        return CHAIN.held_out(count)
+
+
+TEMPERATURE = 2.5  # samples of a prompt differ
+CHAIN, TASK = Chain(letters=2, steps=2, filler=0), Small()
 POINTS = {  # where a run can be killed: something it calls there
     "rollout": "sparse_rl.rollout.loop.Loop.decode",
     "update": "sparse_rl.train.update.policy_loss",
@@ -35,9 +59,9 @@ def small_trainer(folder, *, task=TASK, loaded=None, parts=None, observers=(), *
     settings = {"steps": 4, "prompts_per_step": 2, "save_every": 1, "log_completions": 1, "output_dir": str(folder)}
     defaults = {
         "kv": RKV(budget=12, interval=4, window=4),
-        "sampling": Sampling(n=4, max_tokens=24),
+        "sampling": Sampling(n=4, max_tokens=24, temperature=TEMPERATURE),
         "engine": EngineConfig(rows=8, page_size=16),
-        "correction": PRESETS["sparse_rl"],
+        "correction": Correction(veto=0.1),
         "update": UpdateConfig(updates_per_rollout=2, max_tokens=100),
         "optimizer": OptimizerConfig(learning_rate=1e-3, schedule="linear"),
         "eval": EvalConfig(every=2, prompts=4),
@@ -51,23 +75,28 @@ def small_trainer(folder, *, task=TASK, loaded=None, parts=None, observers=(), *
     )
 
 
-def kill_at(point: str, count: int) -> None:
-    """Make the count-th call of what stands at the point a SIGKILL."""
+def watch(point: str, replace=setattr, on_call=lambda count: None) -> list[int]:
+    """Count the calls of what stands at the point; the list grows by one a call."""
     path, _, name = POINTS[point].rpartition(".")
     owner_path, _, owner_name = path.rpartition(".")
     owner = sys.modules[path] if path in sys.modules else getattr(sys.modules[owner_path], owner_name)
     original, calls = getattr(owner, name), []
 
-    def killing(*args, **kwargs):
-        calls.append(1)
-        if len(calls) == count:
-            os.kill(os.getpid(), signal.SIGKILL)
+    def watched(*args, **kwargs):
+        calls.append(len(calls) + 1)
+        on_call(len(calls))
         return original(*args, **kwargs)
 
-    setattr(owner, name, killing)
+    replace(owner, name, watched)
+    return calls
+
+
+def kill(count: int, at: int) -> None:
+    if count == at:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    kill_at(sys.argv[2], int(sys.argv[3]))
+    watch(sys.argv[2], on_call=lambda count: kill(count, int(sys.argv[3])))
     small_trainer(sys.argv[1]).train()

@@ -21,7 +21,7 @@ from typing import IO, Any
 METRICS: dict[str, str] = {
     "step": "rollout batches learnt from so far",
     "num_tokens": "prompt and completion tokens so far",
-    "learning_rate": "of the step's last update",
+    "learning_rate": "mean over the step's updates",
     "loss": "of the step, mean over its updates",
     "grad_norm": "before clipping, mean over the step's updates",
     "kl": "k3 to the reference model, mean over tokens (only with loss.beta)",

@@ -383,13 +383,13 @@ class Trainer:
 
 
 def differences(before: dict[str, Any], after: dict[str, Any], prefix: str = "") -> list[str]:
-    """Settings that are not the same, as "kv.budget 64 is now 48"; how a run was resumed is no difference."""
+    """Settings that are not the same, as "kv.budget 64 is now 48"; where a run lies and how it was resumed is none."""
     found = []
     for key in before.keys() | after.keys():
         old, new = before.get(key), after.get(key)
         if isinstance(old, dict) and isinstance(new, dict):
             found += differences(old, new, f"{prefix}{key}.")
-        elif key != "resume_from_checkpoint" and (list(old) if isinstance(old, tuple) else old) != (
+        elif key not in ("resume_from_checkpoint", "output_dir") and (list(old) if isinstance(old, tuple) else old) != (
             list(new) if isinstance(new, tuple) else new
         ):
             found.append(f"{prefix}{key} {old} is now {new}")

@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A reward in TRL's signature: is the last \\boxed{...} of the completion the answer?
+
+Compared as text and as a number; 1/2 and 0.5 are the same, \\frac{1}{2} is not.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import Any
+
+
+def boxed_answer(completions: list[Any], answer: list[Any], **columns: Any) -> list[float]:
+    """1 for the right answer, else 0."""
+    texts = [text if isinstance(text, str) else text[-1]["content"] for text in completions]
+    return [float(same(last_boxed(text), str(right))) for text, right in zip(texts, answer, strict=True)]
+
+
+def last_boxed(text: str) -> str | None:
+    """What stands between the braces of the last \\boxed, or None."""
+    start = text.rfind("\\boxed{")
+    depth = 0
+    for i in range(start + len("\\boxed"), len(text) if start >= 0 else 0):
+        depth += {"{": 1, "}": -1}.get(text[i], 0)
+        if depth == 0:
+            return text[start + len("\\boxed{") : i]
+    return None
+
+
+def same(given: str | None, right: str) -> bool:
+    if given is None:
+        return False
+    given, right = (value.replace(" ", "").replace(",", "").strip("$") for value in (given, right))
+    try:
+        return Fraction(given) == Fraction(right)
+    except (ValueError, ZeroDivisionError):
+        return given == right

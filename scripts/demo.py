@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What sparse rollouts do to training, live and recorded: the naive arm and sparse_rl on the embedded model.
+
+    python scripts/demo.py [--steps 12]
+
+Trains both arms for a few steps on this machine, evaluates each with the dense and with the sparse cache on held-out
+problems, prints that beside the recorded runs of benchmarks/arms.py, and writes a report. Whatever happened is shown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from sparse_rl.cli import main as sparse_rl
+from sparse_rl.metrics import read_log
+
+ARMS = {"naive": "none", "sparse_rl": "sparse_rl"}  # correction presets
+RECORDED = Path(__file__).parents[1] / "benchmarks" / "results" / "arms.json"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--problems", type=int, default=512)
+    parser.add_argument("--runs", type=Path, default=Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S"))
+    args = parser.parse_args()
+    began = time.time()
+    for arm, preset in ARMS.items():
+        settings = {
+            "trainer.output_dir": args.runs / arm,
+            "trainer.steps": args.steps,
+            "correction.preset": preset,
+            "eval.every": 0,
+            "eval.prompts": args.problems,
+        }
+        arguments = ["train", *(f"--{name}={value}" for name, value in settings.items())]
+        print("\n$ sparse-rl " + " ".join(arguments), flush=True)
+        sparse_rl(arguments)
+    console = Console()
+    console.print(live_table(args.runs, args.problems))
+    if RECORDED.exists():
+        console.print(recorded_table(json.loads(RECORDED.read_text())))
+    sparse_rl(["report", *(str(args.runs / arm) for arm in ARMS), f"--output={args.runs / 'report.html'}"])
+    print(f"{time.time() - began:.0f} s in all")
+
+
+def live_table(runs: Path, problems: int) -> Table:
+    table = Table(title=f"live: accuracy on {problems} held-out problems ± standard error", title_justify="left")
+    for heading in ("arm", "KV saved", "xi < 1e-4", "dense start", "dense end", "sparse start", "sparse end"):
+        table.add_column(heading, justify="left" if heading == "arm" else "right")
+    for arm in ARMS:
+        lines = read_log(runs / arm / "metrics.jsonl")
+        steps = lines[1:]
+        cells = [f"{mean(line['kv/saved_frac'] for line in steps):.0%}"]
+        cells.append(f"{mean(line['mismatch/catastrophic_rollout_frac'] for line in steps):.0%}")
+        for cache in ("dense", "sparse"):
+            cells += [
+                f"{l[f'eval/{cache}/reward']:.3f} ± {l[f'eval/{cache}/reward_se']:.3f}" for l in (lines[0], lines[-1])
+            ]
+        table.add_row(arm, *cells)
+    return table
+
+
+def recorded_table(record: dict[str, Any]) -> Table:
+    runs, steps = record["runs"], record["settings"]["steps"]
+    seeds = len({run["seed"] for run in runs})
+    title = f"recorded: {steps} steps, mean ± standard deviation over {seeds} seeds ({record['hardware']}, {record['commit']})"
+    table = Table(title=title, title_justify="left")
+    for heading in ("arm", "KV saved", "xi < 1e-4", "dense start", "dense end", "sparse start", "sparse end"):
+        table.add_column(heading, justify="left" if heading == "arm" else "right")
+    for arm in dict.fromkeys(run["arm"] for run in runs):
+        chosen = [run for run in runs if run["arm"] == arm]
+        cells = [f"{mean(mean(run['curves'][name]) for run in chosen):.0%}" for name in ("kv_saved", "catastrophic")]
+        for cache in ("dense", "sparse"):
+            for place in (0, -1):
+                found = [run[cache][place][0] for run in chosen if run[cache][place] is not None]
+                spread = f" ± {stdev(found):.3f}" if place and len(found) > 1 else ""
+                cells.append(f"{mean(found):.3f}{spread}" if found else "")
+        table.add_row(arm, *cells)
+    return table
+
+
+if __name__ == "__main__":
+    main()
