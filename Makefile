@@ -5,10 +5,9 @@ PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/pip install --quiet --constraint c
 
 .PHONY: demo test test-slow test-compat lint check clean
 
-## demo: sample from a tiny random model, dense and sparse side by side
+## demo: train two arms on the embedded model, compare them with the recorded ones, write a report (4 minutes)
 demo: .venv/ready
-	$(BIN)/sparse-rl generate "The cache forgets, the text goes on." --kv.policy rkv --kv.budget 32 --kv.interval 16 \
-		--sampling.max_tokens 96 --sampling.seed 1 --compare
+	$(BIN)/python scripts/demo.py $(DEMO)
 
 ## test: everything but the slow tests
 test: .venv/ready

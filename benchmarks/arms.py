@@ -77,6 +77,7 @@ def main() -> None:
         settings = {k: v for k, v in vars(args).items() if k not in ("worker", "runs", "output", "jobs")}
         record = {"command": " ".join(["python", *sys.argv]), "commit": commit(), "hardware": hardware(args.device)}
         args.output.write_text(json.dumps({**record, "settings": settings, "runs": results}, indent=1) + "\n")
+        plot(results, args.output.with_suffix(".png"))
     print(table(results))
     print(f"{len(results)} runs in {time.time() - began:.0f} s")
     sys.exit(1 if failed else 0)
@@ -116,7 +117,7 @@ def train(args: argparse.Namespace, arm: str, budget: int, seed: int) -> None:
         engine=EngineConfig(rows=1024),
         correction=PRESETS[preset],
         update=UpdateConfig(max_tokens=65536),
-        optimizer=OptimizerConfig(learning_rate=args.lr, beta2=0.98),
+        optimizer=OptimizerConfig(learning_rate=args.lr, schedule="linear", beta2=0.98),
         eval=EvalConfig(every=args.eval_every, prompts=args.problems),
         config=TrainerConfig(
             output_dir=str(target),
@@ -179,11 +180,39 @@ def table(results: list[dict]) -> str:
             saved, rejection = (mean(mean(r["curves"][name]) for r in runs) for name in ("kv_saved", "catastrophic"))
             first, last = (mean(r["dense"][i][0] for r in runs) for i in (0, -1))
             sparse = mean(r["sparse"][-1][0] for r in runs)
-            seeds = " ".join(f"{r['dense'][-1][0]:.3f}" for r in runs)
-            rows.append(
-                f"{budget:6}  {arm:17}  {saved:8.2f}  {rejection:9.2f}  {first:11.3f}  {last:9.3f}  {sparse:10.3f}  {seeds}"
-            )
+            row = f"{budget:6}  {arm:17}  {saved:8.2f}  {rejection:9.2f}  {first:11.3f}  {last:9.3f}  {sparse:10.3f}  "
+            rows.append(row + " ".join(f"{r['dense'][-1][0]:.3f}" for r in runs))
     return "\n".join(rows)
+
+
+def plot(results: list[dict], path: Path) -> None:
+    """Accuracy with both caches and the rejection rate over the steps: a line a seed, a colour an arm."""
+    from matplotlib.figure import Figure
+
+    palette = ("#000000", "#d55e00", "#56b4e9", "#cc79a7", "#009e73", "#0072b2", "#e69f00", "#999999")
+    colours = dict(zip(ARMS, palette, strict=True))
+    titles = ("accuracy, dense cache", "accuracy, sparse cache", "rollouts with a token xi < 1e-4")
+    budgets = list(dict.fromkeys(r["budget"] for r in results))
+    figure = Figure(figsize=(12, 3.4 * len(budgets)), layout="constrained")
+    for row, budget in enumerate(budgets):
+        panels = [figure.add_subplot(len(budgets), 3, 3 * row + i + 1) for i in range(3)]
+        for result in (r for r in results if r["budget"] == budget):
+            arm, style = result["arm"], {"color": colours[result["arm"]], "linewidth": 1.3, "alpha": 0.85}
+            label = arm if result["seed"] == min(r["seed"] for r in results) else None
+            for panel, cache in zip(panels, ("dense", "sparse"), strict=False):
+                known = [(s, v[0]) for s, v in zip(result["eval_steps"], result[cache], strict=True) if v is not None]
+                marker = "o" if len(known) < 3 else "."
+                panel.plot(*zip(*known, strict=True), marker=marker, label=label, **style)
+            if arm != "dense":
+                curve = result["curves"]["catastrophic"]
+                panels[2].plot(range(1, len(curve) + 1), curve, **style)
+        for panel, title in zip(panels, titles, strict=True):
+            panel.set_title(f"{title} (budget {budget})", fontsize=10)
+            panel.set_xlabel("step")
+            panel.set_ylim(-0.02, 1.0)
+            panel.grid(alpha=0.3)
+        panels[0].legend(fontsize=8, loc="lower left")
+    figure.savefig(path, dpi=110)
 
 
 def _round(value: float | None) -> float | None:

@@ -53,29 +53,24 @@ def main() -> None:
 
 
 def live_table(runs: Path, problems: int) -> Table:
-    table = Table(title=f"live: accuracy on {problems} held-out problems ± standard error", title_justify="left")
-    for heading in ("arm", "KV saved", "xi < 1e-4", "dense start", "dense end", "sparse start", "sparse end"):
-        table.add_column(heading, justify="left" if heading == "arm" else "right")
+    table = empty_table(f"live: accuracy on {problems} held-out problems ± standard error")
     for arm in ARMS:
         lines = read_log(runs / arm / "metrics.jsonl")
-        steps = lines[1:]
-        cells = [f"{mean(line['kv/saved_frac'] for line in steps):.0%}"]
-        cells.append(f"{mean(line['mismatch/catastrophic_rollout_frac'] for line in steps):.0%}")
+        shares = ("kv/saved_frac", "mismatch/catastrophic_rollout_frac")
+        cells = [f"{mean(line[name] for line in lines[1:]):.0%}" for name in shares]
         for cache in ("dense", "sparse"):
-            cells += [
-                f"{l[f'eval/{cache}/reward']:.3f} ± {l[f'eval/{cache}/reward_se']:.3f}" for l in (lines[0], lines[-1])
-            ]
+            for line in (lines[0], lines[-1]):
+                cells.append(f"{line[f'eval/{cache}/reward']:.3f} ± {line[f'eval/{cache}/reward_se']:.3f}")
         table.add_row(arm, *cells)
     return table
 
 
 def recorded_table(record: dict[str, Any]) -> Table:
-    runs, steps = record["runs"], record["settings"]["steps"]
-    seeds = len({run["seed"] for run in runs})
-    title = f"recorded: {steps} steps, mean ± standard deviation over {seeds} seeds ({record['hardware']}, {record['commit']})"
-    table = Table(title=title, title_justify="left")
-    for heading in ("arm", "KV saved", "xi < 1e-4", "dense start", "dense end", "sparse start", "sparse end"):
-        table.add_column(heading, justify="left" if heading == "arm" else "right")
+    runs, settings = record["runs"], record["settings"]
+    table = empty_table(
+        f"recorded: {settings['steps']} steps, mean ± standard deviation over {len(settings['seeds'])} seeds "
+        f"({record['hardware']}, commit {record['commit']})"
+    )
     for arm in dict.fromkeys(run["arm"] for run in runs):
         chosen = [run for run in runs if run["arm"] == arm]
         cells = [f"{mean(mean(run['curves'][name]) for run in chosen):.0%}" for name in ("kv_saved", "catastrophic")]
@@ -85,6 +80,13 @@ def recorded_table(record: dict[str, Any]) -> Table:
                 spread = f" ± {stdev(found):.3f}" if place and len(found) > 1 else ""
                 cells.append(f"{mean(found):.3f}{spread}" if found else "")
         table.add_row(arm, *cells)
+    return table
+
+
+def empty_table(title: str) -> Table:
+    table = Table(title=title, title_justify="left")
+    for heading in ("arm", "KV saved", "xi < 1e-4", "dense start", "dense end", "sparse start", "sparse end"):
+        table.add_column(heading, justify="left" if heading == "arm" else "right", no_wrap=True)
     return table
 
 
