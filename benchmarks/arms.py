@@ -46,12 +46,12 @@ CURVES = {  # of metrics.jsonl, by short name
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arms", nargs="+", default=SIX, choices=list(ARMS))
-    parser.add_argument("--budgets", nargs="+", type=int, default=[40])
+    parser.add_argument("--budgets", nargs="+", type=int, default=[48])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--model", default="embedded")
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--prompts", type=int, default=32, help="a step, 16 completions each")
-    parser.add_argument("--lr", type=float, default=1e-4)
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--prompts", type=int, default=48, help="a step, 16 completions each")
+    parser.add_argument("--lr", type=float, default=2e-4, help="falls to 0 over the steps")
     parser.add_argument("--problems", type=int, default=1024, help="held out, for evaluation")
     parser.add_argument("--eval-every", type=int, default=20)
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
@@ -75,8 +75,9 @@ def main() -> None:
     results = [result(args, *run) for run in runs if run not in failed]
     if args.output:
         settings = {k: v for k, v in vars(args).items() if k not in ("worker", "runs", "output", "jobs")}
-        record = {"command": " ".join(["python", *sys.argv]), "commit": commit(), "hardware": hardware(args.device)}
-        args.output.write_text(json.dumps({**record, "settings": settings, "runs": results}, indent=1) + "\n")
+        made = {key: ", ".join(sorted({r.pop(key) for r in results})) for key in ("commit", "hardware")}
+        record = {"command": " ".join(["python", *sys.argv]), **made, "settings": settings, "runs": results}
+        args.output.write_text(json.dumps(record, indent=1) + "\n")
         plot(results, args.output.with_suffix(".png"))
     print(table(results))
     print(f"{len(results)} runs in {time.time() - began:.0f} s")
@@ -130,11 +131,11 @@ def train(args: argparse.Namespace, arm: str, budget: int, seed: int) -> None:
         ),
     )
     trainer.train()
-    final = {}
+    final = {"commit": commit(), "hardware": hardware(args.device)}
     if policy == "full":  # the trainer evaluated with its own cache only, which is the dense one
         engine = Engine(loaded, sparse, EngineConfig(rows=1024))
         sampling = trainer.eval.sampling(task.chain_len + 16)
-        final = evaluate(engine, task.held_out(args.problems), sampling, task.rewards)
+        final |= evaluate(engine, task.held_out(args.problems), sampling, task.rewards)
     (target / "result.json").write_text(json.dumps(final))
 
 
@@ -155,13 +156,15 @@ def result(args: argparse.Namespace, arm: str, budget: int, seed: int) -> dict[s
         return [round(line[f"eval/{cache}/{name}"], 4) for name in ("reward", "reward_se")]
 
     sparse = [at(line, "sparse") for line in evaluations]
-    if final:
+    if "reward" in final:
         sparse[-1] = [round(final["reward"], 4), round(final["reward_se"], 4)]
     steps = [line for line in lines if line["step"]]
     return {
         "arm": arm,
         "budget": budget,
         "seed": seed,
+        "commit": final["commit"],
+        "hardware": final["hardware"],
         "eval_steps": [line["step"] for line in evaluations],
         "dense": [at(line, "dense") for line in evaluations],  # accuracy and its standard error
         "sparse": sparse,
@@ -221,7 +224,7 @@ def _round(value: float | None) -> float | None:
 
 def commit() -> str:
     found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
-    return found.stdout.strip() or "unknown"
+    return found.stdout.strip() or os.environ.get("COMMIT", "unknown")  # a machine without the repository is told
 
 
 def hardware(device: str) -> str:

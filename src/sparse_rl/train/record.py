@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a step leaves behind for people: numbers about the rollouts, completions, and why some were rejected."""
+"""What a run leaves behind for people: its settings, numbers about rollouts, completions, why some were rejected."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import math
 import os
 import platform
 import sys
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -145,6 +146,27 @@ def start_record(run: Path, settings: dict[str, Any], loaded: LoadedModel) -> No
     temporary = path.with_suffix(".tmp")
     temporary.write_text(json.dumps(record, indent=1) + "\n")
     os.replace(temporary, path)
+
+
+def differences(before: dict[str, Any], after: dict[str, Any], prefix: str = "") -> list[str]:
+    """Settings that are not the same, as "kv.budget 64 is now 48"; where a run lies and how it was resumed is none."""
+    found = []
+    for key in before.keys() | after.keys():
+        old, new = before.get(key), after.get(key)
+        if isinstance(old, dict) and isinstance(new, dict):
+            found += differences(old, new, f"{prefix}{key}.")
+        elif key not in ("resume_from_checkpoint", "output_dir") and (list(old) if isinstance(old, tuple) else old) != (
+            list(new) if isinstance(new, tuple) else new
+        ):
+            found.append(f"{prefix}{key} {old} is now {new}")
+    return sorted(found)
+
+
+def task_settings(task: Any) -> dict[str, Any]:
+    """A task's settings if it has any, else its kind."""
+    return (
+        {"name": task.name, **asdict(task)} if hasattr(task, "__dataclass_fields__") else {"name": type(task).__name__}
+    )
 
 
 def _number(value: torch.Tensor) -> float | None:

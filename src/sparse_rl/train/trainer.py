@@ -32,7 +32,14 @@ from sparse_rl.train import checkpoint
 from sparse_rl.train.learner import Learner, OptimizerConfig
 from sparse_rl.train.master import MasterWeights
 from sparse_rl.train.observer import Observer
-from sparse_rl.train.record import completion_records, rejected_records, rollout_metrics, start_record
+from sparse_rl.train.record import (
+    completion_records,
+    differences,
+    rejected_records,
+    rollout_metrics,
+    start_record,
+    task_settings,
+)
 from sparse_rl.train.update import UpdateConfig, Updated, update
 from sparse_rl.types import Rollout
 
@@ -324,7 +331,7 @@ class Trainer:
         """Every setting of the run, as run.json and the checkpoints have them."""
         return {
             "model": self.loaded.model.config.name_or_path,
-            "task": _asdict(self.task),
+            "task": task_settings(self.task),
             "kv": {"policy": self.kv.name, **asdict(self.kv)},
             "sampling": asdict(self.sampling),
             "engine": asdict(self.engine_config),
@@ -380,24 +387,3 @@ class Trainer:
                 observer.on_progress(stage, progress)
 
         return show
-
-
-def differences(before: dict[str, Any], after: dict[str, Any], prefix: str = "") -> list[str]:
-    """Settings that are not the same, as "kv.budget 64 is now 48"; where a run lies and how it was resumed is none."""
-    found = []
-    for key in before.keys() | after.keys():
-        old, new = before.get(key), after.get(key)
-        if isinstance(old, dict) and isinstance(new, dict):
-            found += differences(old, new, f"{prefix}{key}.")
-        elif key not in ("resume_from_checkpoint", "output_dir") and (list(old) if isinstance(old, tuple) else old) != (
-            list(new) if isinstance(new, tuple) else new
-        ):
-            found.append(f"{prefix}{key} {old} is now {new}")
-    return sorted(found)
-
-
-def _asdict(task: Any) -> dict[str, Any]:
-    """A task's settings if it has any, else its kind."""
-    return (
-        {"name": task.name, **asdict(task)} if hasattr(task, "__dataclass_fields__") else {"name": type(task).__name__}
-    )

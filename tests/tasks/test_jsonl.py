@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows come from JSONL files, each once an epoch; a wrong line or reward is named in one sentence."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import sys
+
+import pytest
+
+from sparse_rl.model.tiny import tiny_tokenizer
+from sparse_rl.tasks import JsonlConfig, Rewards, Rows
+from sparse_rl.tasks.chain import chain_tokenizer
+from sparse_rl.tasks.jsonl import import_function, read_rows
+
+TOKENIZER = chain_tokenizer()
+
+
+def zero(completions, **_):
+    return [0.0 for _ in completions]
+
+
+def rows(size: int) -> Rows:
+    return Rows([{"prompt": "a" * (i + 1), "number": i} for i in range(size)], Rewards((zero,)), TOKENIZER)
+
+
+def order(task: Rows, start: int, count: int, seed: int = 0) -> list[int]:
+    return [prompt.columns["number"] for prompt in task.stream(start, count, seed)]
+
+
+BAD_FILES = {
+    "no prompt": (b'{"prompt": "a"}\n{"question": "b"}\n', 'line 2 of .* has no "prompt"'),
+    "prompt is null": (b'{"prompt": null}\n', 'line 1 of .* has no "prompt"'),
+    "prompt is a number": (b'\n{"prompt": 3}\n', 'line 2 of .* has no "prompt"'),
+    "prompt is a table": (b'{"prompt": {"role": "user"}}\n', 'line 1 of .* has no "prompt"'),
+    "not an object": (b'{"prompt": "a"}\n"prompt"\n', 'line 2 of .* has no "prompt"'),
+    "not JSON": (b'{"prompt": "a"}\n\n{"prompt": "b"\n', "line 3 of .* is not JSON"),
+    "single quotes": (b"{'prompt': 'a'}\n", "line 1 of .* is not JSON"),
+    "nested": (b'{"prompt": "a"}\n' + b"[" * 100_000, "line 2 of .* is not JSON"),
+    "empty": (b"", "has no rows"),
+    "blank lines": (b"\n \n\n", "has no rows"),
+    "not UTF-8": (b'{"prompt": "a"}\n{"prompt": "\xff"}\n', r"not text in UTF-8 \(byte 28\)"),
+    "UTF-16": ('{"prompt": "a"}\n'.encode("utf-16"), "not text in UTF-8"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_FILES)
+def test_a_wrong_line_is_named(case, tmp_path):
+    content, message = BAD_FILES[case]
+    (tmp_path / "rows.jsonl").write_bytes(content)
+    with pytest.raises(ValueError, match=message) as caught:
+        read_rows(tmp_path / "rows.jsonl")
+    assert "rows.jsonl" in str(caught.value) and "\n" not in str(caught.value)
+
+
+UNNAMED = {
+    "empty prompt": b'{"prompt": "a"}\n\n{"prompt": ""}\n',
+    "a chat without a template": b'{"prompt": "a"}\n\n{"prompt": [{"role": "user", "content": "a"}]}\n',
+    "a long number": b'{"prompt": "a"}\n\n{"prompt": "b", "number": ' + b"1" * 5000 + b"}\n",
+    "not UTF-8": b'{"prompt": "a"}\n\n{"prompt": "\xff"}\n',
+}
+
+
+@pytest.mark.xfail(strict=True, reason="rows are counted without blank lines from 0, bytes from the file's start")
+@pytest.mark.parametrize("case", UNNAMED)
+def test_the_line_is_named_whatever_is_wrong_with_it(case, tmp_path):
+    (tmp_path / "rows.jsonl").write_bytes(UNNAMED[case])
+    with pytest.raises(ValueError, match=r"line 3 of .*rows\.jsonl"):
+        JsonlConfig(train_file=str(tmp_path / "rows.jsonl"), rewards=("math:hypot",)).build(TOKENIZER)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(OSError, match=r"nowhere\.jsonl"):
+        read_rows(tmp_path / "nowhere.jsonl")
+
+
+def test_rows_survive_unusual_files(tmp_path):
+    """A byte-order mark, CRLF, no newline at the end, separators that are no newline."""
+    (tmp_path / "rows.jsonl").write_bytes('\ufeff{"prompt": "a\u2028b"}\r\n\r\n{"prompt": "ü", "x": [1]}'.encode())
+    assert read_rows(tmp_path / "rows.jsonl") == [{"prompt": "a\u2028b"}, {"prompt": "ü", "x": [1]}]
+
+
+def test_every_row_comes_once_an_epoch_in_another_order():
+    size, seed = random.SystemRandom().randint(20, 40), random.SystemRandom().randrange(1 << 30)
+    task = rows(size)
+    epochs = [order(task, epoch * size, size, seed) for epoch in range(5)]
+    assert all(sorted(epoch) == list(range(size)) for epoch in epochs), (size, seed)
+    assert len({tuple(epoch) for epoch in epochs}) == 5, (size, seed)
+    assert order(task, 0, size, seed + 1) != epochs[0]
+    flat = [number for epoch in epochs for number in epoch]
+    for count in (1, 3, 16, size, 2 * size + 1):  # whatever the batches, across the ends of epochs too
+        got = [number for start in range(0, len(flat), count) for number in order(task, start, count, seed)]
+        assert got[: len(flat)] == flat, (size, seed, count)
+
+
+def test_a_batch_may_be_larger_than_the_file():
+    assert sorted(order(rows(3), 0, 9)) == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    assert order(rows(1), 5, 4) == [0, 0, 0, 0]
+
+
+def test_a_task_from_files(tmp_path):
+    for name, letters in (("train", "abc"), ("eval", "defg")):
+        lines = [json.dumps({"prompt": letter, "answer": ord(letter)}) for letter in letters]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+    (tmp_path / "mine.py").write_text("def one(completions, **_): return [1.0 for _ in completions]\n")
+    config = JsonlConfig(
+        train_file=str(tmp_path / "train.jsonl"),
+        eval_file=str(tmp_path / "eval.jsonl"),
+        rewards=(f"{tmp_path}/mine.py:one", "small_run:digits"),
+        reward_weights=(1.0, 0.5),
+    )
+    task = config.build(TOKENIZER)
+    assert sorted(prompt.text for prompt in task.stream(0, 3, 0)) == ["a", "b", "c"]
+    assert [prompt.text for prompt in task.held_out(2)] == ["d", "e"]
+    assert [prompt.columns for prompt in task.held_out(99)] == [{"answer": ord(letter)} for letter in "defg"]
+    assert (task.rewards.names, task.rewards.weights) == (("one", "digits"), (1.0, 0.5))
+    without = JsonlConfig(train_file=str(tmp_path / "train.jsonl"), rewards=("small_run:digits",)).build(TOKENIZER)
+    assert without.held_out(4) == []
+
+
+def test_settings_that_are_missing():
+    with pytest.raises(ValueError, match=r"task\.train_file is missing"):
+        JsonlConfig(rewards=("math:hypot",))
+    with pytest.raises(ValueError, match=r"task\.rewards is missing"):
+        JsonlConfig(train_file="train.jsonl")
+    with pytest.raises(ValueError, match="no rows to train on"):
+        Rows([], Rewards((zero,)), TOKENIZER)
+
+
+def test_a_chat_is_written_with_the_template_and_kept_as_messages():
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+    messages = [{"role": "user", "content": "hi"}]
+    (prompt,) = Rows([{"prompt": messages}], Rewards((zero,)), tokenizer).stream(0, 1, 0)
+    assert prompt.text == "<user>hi<assistant>" and list(prompt.messages) == messages
+    tokenizer.chat_template = "{{ raise_exception('only\nusers here') }}"
+    with pytest.raises(ValueError, match="row 0: the model's chat template refuses it"):
+        Rows([{"prompt": messages}], Rewards((zero,)), tokenizer)
+
+
+def test_functions_come_from_modules_and_files(tmp_path, monkeypatch):
+    assert import_function("math:hypot") is math.hypot
+    (tmp_path / "sparse_rl_test_rewards.py").write_text("def one(**_): return 1\ndef two(**_): return 2\n")
+    path = tmp_path / "sparse_rl_test_rewards.py"
+    assert import_function(f"{path}:one")() == 1
+    monkeypatch.syspath_prepend(tmp_path)
+    assert import_function("sparse_rl_test_rewards:two")() == 2
+    monkeypatch.chdir(tmp_path)
+    assert import_function("sparse_rl_test_rewards.py:two")() == 2, "a path from where the command runs"
+    path.write_text("def one(**_): return 'mended'\n")
+    assert import_function(f"{path}:one")() == "mended"
+
+
+WRONG_FUNCTIONS = {
+    "missing module": ("no_such_module:f", "'no_such_module:f' cannot be imported: ModuleNotFoundError"),
+    "missing function": ("math:no_such_function", "math has no function 'no_such_function'"),
+    "not a function": ("math:pi", "math has no function 'pi'"),
+    "no colon": ("math", "is not of the form"),
+    "no function": ("math:", "is not of the form"),
+    "no module": (":f", "is not of the form"),
+    "missing file": ("{folder}/nowhere.py:f", "nowhere.py:f' cannot be imported: FileNotFoundError"),
+    "missing in the file": ("{folder}/fine.py:g", "fine.py has no function 'g'"),
+    "syntax error": ("{folder}/syntax.py:f", "syntax.py:f' cannot be imported: SyntaxError"),
+    "raises": ("{folder}/raises.py:f", "raises.py:f' cannot be imported: ZeroDivisionError"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_FUNCTIONS)
+def test_a_wrong_function_is_named(case, tmp_path):
+    (tmp_path / "fine.py").write_text("def f(**_): return []\n")
+    (tmp_path / "syntax.py").write_text("def f(:\n")
+    (tmp_path / "raises.py").write_text("1 / 0\n")
+    path, message = WRONG_FUNCTIONS[case]
+    with pytest.raises(ValueError, match=message) as caught:
+        import_function(path.format(folder=tmp_path))
+    assert str(caught.value).startswith("reward '")
+
+
+@pytest.mark.xfail(strict=True, reason="the file becomes the module of its name for everybody")
+def test_a_file_named_like_a_module_does_not_take_its_place(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "colorsys", __import__("colorsys"))
+    before = sys.modules["colorsys"]
+    (tmp_path / "colorsys.py").write_text("def f(**_): return []\n")
+    import_function(f"{tmp_path}/colorsys.py:f")
+    assert sys.modules["colorsys"] is before
