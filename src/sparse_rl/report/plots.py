@@ -36,12 +36,13 @@ class Plot:
 
 
 XI = {f"mismatch/xi_{stat}": stat for stat in ("p01", "p05", "p50", "p99")}
+REJECTED = {"correction/rejection_rate": "rejected", "mismatch/catastrophic_rollout_frac": "any xi < 1e-4"}
 OVERLAP = {f"mismatch/overlap_{stat}": stat for stat in ("mean", "p05", "p01")}
 PLOTS = (
     Plot("reward", "Training reward", {"reward": "mean"}),
     Plot("dense", "Held-out reward, dense cache (± 1 s.e.)", {"eval/dense/reward": "mean"}, "evaluation"),
     Plot("sparse", "Held-out reward, sparse cache (± 1 s.e.)", {"eval/sparse/reward": "mean"}, "evaluation"),
-    Plot("rejection", "Rejected completions", {"correction/rejection_rate": "share"}, "share"),
+    Plot("rejection", "Rejected completions", REJECTED, "share"),
     Plot("xi", "Ratio xi", XI, "log", compared=1),
     Plot("overlap", "Overlap", OVERLAP),
     Plot("length", "Completion length, tokens", {"completions/mean_length": "mean"}),
