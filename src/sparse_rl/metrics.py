@@ -67,6 +67,7 @@ METRICS: dict[str, str] = {
     "eval/{CACHE}/clipped_ratio": "share that ran into the length limit",
     "eval/{CACHE}/kv_saved_frac": "as kv/saved_frac",
     "time/rollout_s": "sampling",
+    "time/baseline_s": "greedy completions for remax",
     "time/reward_s": "grading",
     "time/update_s": "scoring and learning",
     "time/eval_s": "evaluation",

@@ -95,9 +95,16 @@ def test_a_finished_run_resumes_to_nothing_more_and_more_steps_go_on(whole, tmp_
 
 def test_a_run_folder_is_not_overwritten(whole):
     before = {path: path.stat().st_mtime_ns for path in whole.rglob("*")}
-    with pytest.raises(ValueError, match="has a run in it; resume it with"):
+    with pytest.raises(ValueError, match=r"has a run in it \(run.json\); resume it with"):
         small_trainer(whole).train()
     assert {path: path.stat().st_mtime_ns for path in whole.rglob("*")} == before
+
+
+def test_a_folder_with_somebody_elses_files_is_not_touched(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("mine\n")
+    with pytest.raises(ValueError, match=r"has a run in it \(metrics.jsonl\)"):
+        small_trainer(tmp_path).train()
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("metrics.jsonl", "mine\n")]
 
 
 def test_there_must_be_a_run_to_resume(tmp_path):

@@ -98,8 +98,14 @@ def prune(run: Path, keep: int | None, best: str | None) -> None:
     num_best = len(checkpoints(run)) - len(others)
     if keep is not None:
         for path in others[: max(0, len(others) - max(1, keep - num_best))]:
-            doomed = path.rename(path.with_name(path.name + ".tmp"))  # never a partial folder under a whole one's name
-            remove(doomed)
+            discard(path)
+
+
+def discard(folder: Path) -> None:
+    """Delete a checkpoint, never leaving a part of it under its name."""
+    temporary = folder.with_name(folder.name + ".tmp")
+    remove(temporary)
+    remove(folder.rename(temporary))
 
 
 def remove(folder: Path) -> None:

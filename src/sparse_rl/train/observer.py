@@ -19,7 +19,7 @@ class Observer:
         """Before the first step, or the first after a resume."""
 
     def on_progress(self, stage: str, progress: Progress) -> None:
-        """While sampling; the stage is "rollout", "eval/dense" or "eval/sparse"."""
+        """While sampling; the stage is "rollout", "baseline", "eval/dense" or "eval/sparse"."""
 
     def on_log(self, metrics: dict[str, Any]) -> None:
         """After each step, with what goes into metrics.jsonl."""

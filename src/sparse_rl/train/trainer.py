@@ -57,7 +57,7 @@ class TrainerConfig:
     prompts_per_step: prompts a rollout batch, sampling.n completions each
     advantage: "grpo", "dr_grpo" (no division by the std), "rloo" or "remax" (against a greedy completion)
     seed: decides prompts, samples and everything else that is random
-    save_every: steps between checkpoints; 0 saves at the end only
+    save_every: steps between checkpoints; the best and the last are saved in any case
     save_total_limit: checkpoints to keep, the best one among them
     best_metric: the evaluation that decides which checkpoint is best, higher being better
     resume_from_checkpoint: true for the newest checkpoint of output_dir, or the path of one in it
@@ -143,6 +143,7 @@ class Trainer:
         )
         self.engine = Engine(loaded, self.kv, self.engine_config)
         self.step, self.num_tokens = 0, 0
+        self.rollout_stats = self.engine.stats
         self.best: dict[str, Any] = {"checkpoint": None, "value": None}
         self.timer = Timer()
         self.warned: set[str] = set()
@@ -179,6 +180,7 @@ class Trainer:
         with self.timer("rollout"):
             rollouts = self.engine.generate(prompts, self._sampling_of(self.step), on_step=self._progress("rollout"))
         self.num_tokens += sum(len(rollout.prompt.ids) + len(rollout.token_ids) for rollout in rollouts)
+        self.rollout_stats = self.engine.stats
         return rollouts
 
     def _advantages(self, rollouts: list[Rollout], graded: Graded) -> torch.Tensor:
@@ -187,8 +189,8 @@ class Trainer:
         if self.config.advantage == "remax":
             prompts = [rollout.prompt for rollout in rollouts if rollout.sample == 0]
             once = replace(self._sampling_of(self.step), n=1, temperature=0.0, top_logprobs=0)
-            with self.timer("rollout"):
-                baseline = self.engine.generate(prompts, once, on_step=self._progress("rollout"))
+            with self.timer("baseline"):
+                baseline = self.engine.generate(prompts, once, on_step=self._progress("baseline"))
             greedy = self.task.rewards.grade(baseline, self.loaded.tokenizer).rewards.nan_to_num(0.0)
         groups, known = torch.tensor(self._groups(rollouts)), ~graded.rewards.isnan()
         result = torch.zeros(len(rollouts))
@@ -216,20 +218,32 @@ class Trainer:
         metrics = {"step": self.step, "num_tokens": self.num_tokens, **metrics}
         if self.step == 0 or last or (self.eval.every and self.step % self.eval.every == 0):
             metrics |= self._evaluate()
-        if self.step:
+        if self.step and self.rollout_stats is not None:
             tokens = metrics["completions/mean_length"] * self.config.prompts_per_step * self.sampling.n
             metrics["rollout/tokens_per_s"] = tokens / self.timer.seconds["time/rollout_s"]
-            assert self.engine.stats is not None
-            metrics["kv/peak_bytes"] = self.engine.stats.peak_bytes
-            metrics["rollout/preemptions"] = self.engine.stats.num_preemptions
+            metrics["kv/peak_bytes"] = self.rollout_stats.peak_bytes
+            metrics["rollout/preemptions"] = self.rollout_stats.num_preemptions
         metrics |= self.timer.seconds | {"step_time": time.perf_counter() - began}
         self.timer = Timer()
         self.log.write("metrics.jsonl", metrics)
         for observer in self.observers:
             observer.on_log(metrics)
-        if self.step and (last or (self.config.save_every and self.step % self.config.save_every == 0)):
+        due = self.config.save_every and self.step % self.config.save_every == 0
+        if self.step and (self._is_best(metrics) or last or due):
             with self.timer("save"):
-                self._save(metrics)
+                self._save()
+
+    def _is_best(self, metrics: dict[str, Any]) -> bool:
+        """Whether this step was evaluated, and better than every one before; it is then remembered as the best."""
+        value = metrics.get(self.config.best_metric)
+        if (
+            value is None
+            or not math.isfinite(value)
+            or (self.best["value"] is not None and value <= self.best["value"])
+        ):
+            return False
+        self.best = {"checkpoint": f"checkpoint-{self.step}", "value": value}
+        return True
 
     def _evaluate(self) -> dict[str, float]:
         """Held-out reward with the dense cache and, where it is another, the run's own."""
@@ -278,12 +292,9 @@ class Trainer:
                 100 * HIGH_REJECTION,
             )
 
-    def _save(self, metrics: dict[str, Any]) -> None:
+    def _save(self) -> None:
         run = Path(self.config.output_dir)
         folder = run / f"checkpoint-{self.step}"
-        value = metrics.get(self.config.best_metric)
-        if value is not None and math.isfinite(value) and (self.best["value"] is None or value > self.best["value"]):
-            self.best = {"checkpoint": folder.name, "value": value}
         state = {
             "step": self.step,
             "num_tokens": self.num_tokens,
@@ -307,8 +318,8 @@ class Trainer:
         if folder is not None:
             sizes = self._resume(folder, found)
         run.mkdir(parents=True, exist_ok=True)
-        self.log = RunLog(run, sizes)
         start_record(run, self.settings(), self.loaded)
+        self.log = RunLog(run, sizes)
 
     def _resume(self, folder: Path, found: list[Path]) -> dict[str, int]:
         if folder.resolve() not in [path.resolve() for path in found]:
@@ -323,8 +334,9 @@ class Trainer:
             logger.warning("resuming with other settings: %s.", "; ".join(changed))
         self.step, self.num_tokens, self.best = state["step"], state["num_tokens"], state["best"]
         self.warned = set(state["warned"])
-        for later in found[found.index(next(path for path in found if path.resolve() == folder.resolve())) + 1 :]:
-            checkpoint.remove(later)  # of the future that is now taken again
+        for later in found:
+            if int(later.name.partition("-")[2]) > self.step:
+                checkpoint.discard(later)  # of the future that is now taken again
         return dict(state["logs"])
 
     def settings(self) -> dict[str, Any]:
@@ -364,10 +376,12 @@ class Trainer:
     def check_folder(config: TrainerConfig) -> None:
         """Refuse to mix two runs in a folder, or to resume nothing."""
         run, resume = Path(config.output_dir), config.resume_from_checkpoint
-        if (run / "run.json").exists() and not resume:
+        names = ("run.json", *RunLog.FILES)
+        taken = [name for name in names if (run / name).exists()] + [path.name for path in checkpoint.checkpoints(run)]
+        if taken and not resume:
             raise ValueError(
-                f"{run} has a run in it; resume it with --trainer.resume_from_checkpoint true, or give another "
-                "--trainer.output_dir."
+                f"{run} has a run in it ({taken[0]}); resume it with --trainer.resume_from_checkpoint true, or give "
+                "another --trainer.output_dir."
             )
         if resume and not (run / "run.json").exists():
             raise ValueError(f"there is no run to resume in {run}; leave out trainer.resume_from_checkpoint.")
