@@ -46,11 +46,11 @@ CURVES = {  # of metrics.jsonl, by short name
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arms", nargs="+", default=SIX, choices=list(ARMS))
-    parser.add_argument("--budgets", nargs="+", type=int, default=[48])
+    parser.add_argument("--budgets", nargs="+", type=int, default=[56])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--model", default="embedded")
     parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--prompts", type=int, default=48, help="a step, 16 completions each")
+    parser.add_argument("--prompts", type=int, default=32, help="a step, 16 completions each")
     parser.add_argument("--lr", type=float, default=2e-4, help="falls to 0 over the steps")
     parser.add_argument("--problems", type=int, default=1024, help="held out, for evaluation")
     parser.add_argument("--eval-every", type=int, default=20)

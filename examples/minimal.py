@@ -27,7 +27,7 @@ PROMPTS, GROUP, STEPS = 16, 8, 5
 
 def main(steps: int = STEPS) -> None:
     loaded, task, loss_config = load("embedded"), Chain(), LossConfig()
-    engine = Engine(loaded, RKV(budget=48, interval=8), EngineConfig(rows=PROMPTS * GROUP))
+    engine = Engine(loaded, RKV(budget=56, interval=8), EngineConfig(rows=PROMPTS * GROUP))
     head = Head(loaded.model)  # log-probs of tokens, a chunk of the vocabulary's logits at a time
     optimizer = torch.optim.AdamW(loaded.model.parameters(), lr=1e-4, weight_decay=0.0)
 

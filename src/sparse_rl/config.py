@@ -60,7 +60,7 @@ def add_task_section(parser: ArgumentParser) -> None:
 def build_task(section: Namespace) -> Chain | JsonlConfig:
     """The task's settings; `build(tokenizer)` makes the task."""
     given = _given(section)
-    name = given.pop("name")
+    name = given.pop("name", None)
     if name not in TASKS:
         raise ValueError(f"task.name is {name!r}; choose one of {', '.join(TASKS)}.")
     task: Any = TASKS[name]
@@ -85,7 +85,7 @@ def add_correction_section(parser: ArgumentParser) -> None:
 def build_correction(section: Namespace) -> Correction:
     """The preset with the fields that were given."""
     given = _given(section)
-    preset = given.pop("preset")
+    preset = given.pop("preset", None)
     if preset not in PRESETS:
         raise ValueError(f"correction.preset is {preset!r}; choose one of {', '.join(PRESETS)}.")
     return replace(PRESETS[preset], **given)
@@ -145,13 +145,13 @@ def field_texts(component: type) -> dict[str, str]:
     return texts
 
 
-def suggest(message: str, parser: ArgumentParser) -> str:
+def suggest(message: str, parser: ArgumentParser, more_names: tuple[str, ...] = ()) -> str:
     """An argument error in one line: the nearest known option, or what a setting should be."""
     message = " ".join(message.split())
     unknown = re.search(r"unrecognized arguments: (\S+)|[Oo]ption '(\S+)'(?: is not accepted)?$", message)
     if unknown:
         word = (unknown[1] or unknown[2]).split("=")[0].lstrip("-")
-        known = [option.lstrip("-") for action in parser._actions for option in action.option_strings]
+        known = [option.lstrip("-") for action in parser._actions for option in action.option_strings] + [*more_names]
         close = get_close_matches(word, known, n=1, cutoff=0.5)
         return f"unknown option {word!r}" + (f"; did you mean --{close[0]}?" if close else "; see --help.")
     wrong = re.search(r'Parser key "([\w.]+)".*(?:Got value|Given value): (\S+)', message)

@@ -93,15 +93,22 @@ class RunLog:
     FILES = ("metrics.jsonl", "completions.jsonl", "rejected.jsonl")
 
     def __init__(self, folder: Path, sizes: dict[str, int] | None = None) -> None:
-        self.folder = folder
+        sizes = sizes or {}
+        self.check(folder, sizes)
         self.files: dict[str, IO[bytes]] = {}
         for name in self.FILES:
-            path, size = folder / name, (sizes or {}).get(name, 0)
-            if size > (path.stat().st_size if path.exists() else 0):
-                raise ValueError(f"{path} is shorter than its checkpoint knew it; resume a copy of the whole folder.")
+            path, size = folder / name, sizes.get(name, 0)
             file = open(path, "ab")  # noqa: SIM115 - closed by close()
             file.truncate(size)  # lines of steps that will be taken again
             self.files[name] = file
+
+    @classmethod
+    def check(cls, folder: Path, sizes: dict[str, int]) -> None:
+        """Raise if a file is shorter than a checkpoint knew it."""
+        for name in cls.FILES:
+            path = folder / name
+            if sizes.get(name, 0) > (path.stat().st_size if path.exists() else 0):
+                raise ValueError(f"{path} is shorter than its checkpoint knew it; resume a copy of the whole folder.")
 
     def write(self, name: str, record: dict[str, Any]) -> None:
         """One line; a number that JSON does not know becomes null."""

@@ -82,7 +82,7 @@ def test_rewards_add_up_by_weight_without_those_who_declined():
 
 def test_a_batch_that_nobody_grades_has_no_reward():
     metrics = grade(gives([None] * 4)).metrics()
-    assert math.isnan(metrics["reward"]) and metrics["reward_std"] == 0.0
+    assert math.isnan(metrics["reward"]) and math.isnan(metrics["reward_std"])
 
 
 def test_functions_are_called_with_keywords_and_every_column():
@@ -127,14 +127,12 @@ def test_chats_are_graded_as_messages():
     assert inputs["answer"] == ["x"]
 
 
-@pytest.mark.xfail(strict=True, reason="they are tuples, and a tuple and a list do not add up")
 def test_a_chat_and_its_completion_add_up_to_a_conversation():
     inputs, messages = chat_inputs()
     conversation = inputs["prompts"][0] + inputs["completions"][0]
     assert conversation == [*messages, {"role": "assistant", "content": "hello"}]
 
 
-@pytest.mark.xfail(strict=True, reason="a column of that name replaces what was sampled")
 @pytest.mark.parametrize("column", ["prompts", "completions", "completion_ids"])
 def test_no_column_replaces_what_was_sampled(column):
     prompt = make_prompt({"prompt": "a", column: "mine"}, "row", TOKENIZER)
@@ -149,7 +147,6 @@ def test_no_column_replaces_what_was_sampled(column):
     assert seen != [["mine"]]
 
 
-@pytest.mark.xfail(strict=True, reason="the columns are those of the first row of the batch")
 def test_a_column_that_only_some_rows_have_is_none_for_the_others():
     prompts = [make_prompt(row, "row", TOKENIZER) for row in ({"prompt": "a"}, {"prompt": "b", "answer": "1"})]
     seen = []
@@ -196,7 +193,6 @@ def test_a_broken_reward_is_named_in_one_sentence(case):
     assert "\n" not in str(caught.value) and str(caught.value).endswith(".")
 
 
-@pytest.mark.xfail(strict=True, raises=OverflowError, reason="math.isfinite cannot read it")
 def test_a_number_beyond_any_float_is_named_too():
     with pytest.raises(ValueError, match="reward function 'gives' returned"):
         grade(gives([10**400] * 4))
@@ -218,7 +214,6 @@ def test_every_kind_of_number_is_a_reward(value):
     assert numbers(grade(gives(value)).rewards) == [1, 0, 1, 1]
 
 
-@pytest.mark.xfail(strict=True, reason="arrays, and numpy's bools and torch's scalars in a list, are refused")
 @pytest.mark.parametrize(
     "value",
     [
@@ -241,9 +236,6 @@ def test_functions_and_weights_must_match():
         Rewards(())
 
 
-@pytest.mark.xfail(
-    strict=True, reason="a weight of nan makes every reward 0 in silence, one of inf every advantage nan"
-)
 @pytest.mark.parametrize("weight", [math.nan, math.inf])
 def test_weights_must_be_finite(weight):
     with pytest.raises(ValueError, match="weight"):
@@ -330,9 +322,9 @@ def without_times(run):
 
 def test_nothing_is_lost_when_a_reward_fails(tmp_path):
     run, whole = tmp_path / "run", tmp_path / "whole"
-    small_trainer(whole, task=Task(digits(None))).train()
+    small_trainer(whole, task=Task(digits(None)), steps=3).train()
     with pytest.raises(ValueError, match="reward function 'digits' raised RuntimeError: the judge is away"):
-        small_trainer(run, task=Task(digits(3))).train()
+        small_trainer(run, task=Task(digits(3)), steps=3).train()
     assert without_times(run) == without_times(whole)[:3], "steps 0, 1 and 2"
     for name in ("completions.jsonl", "rejected.jsonl"):
         kept = (run / name).read_bytes()
@@ -341,21 +333,12 @@ def test_nothing_is_lost_when_a_reward_fails(tmp_path):
     assert [path.name for path in checkpoint.checkpoints(run)] == ["checkpoint-1", "checkpoint-2"]
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     with pytest.raises(ValueError, match="resume it with"):
-        small_trainer(run, task=Task(digits(None))).train()
+        small_trainer(run, task=Task(digits(None)), steps=3).train()
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
 
-    small_trainer(run, task=Task(digits(None)), resume_from_checkpoint=True).train()
+    small_trainer(run, task=Task(digits(None)), steps=3, resume_from_checkpoint=True).train()
     assert without_times(run) == without_times(whole)
     for name in ("completions.jsonl", "rejected.jsonl"):
         assert (run / name).read_bytes() == (whole / name).read_bytes()
-    ours, theirs = (load_file(folder / "checkpoint-4" / "masters.safetensors") for folder in (run, whole))
+    ours, theirs = (load_file(folder / "checkpoint-3" / "masters.safetensors") for folder in (run, whole))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-
-
-def test_a_reward_that_fails_at_once_leaves_a_run_that_starts_over(tmp_path):
-    run, whole = tmp_path / "run", tmp_path / "whole"
-    with pytest.raises(ValueError, match="'raises' raised KeyError"):
-        small_trainer(run, task=Task(raises), steps=1).train()
-    for folder, resume in ((run, True), (whole, False)):
-        small_trainer(folder, task=Task(digits(None)), steps=1, resume_from_checkpoint=resume).train()
-    assert without_times(run) == without_times(whole)

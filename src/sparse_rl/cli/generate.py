@@ -99,7 +99,7 @@ def _check_command(settings: Namespace) -> None:
 
 def _read_prompts(settings: Namespace) -> list[Any]:
     """Strings or lists of chat messages, from the arguments, a file or standard input."""
-    from sparse_rl.tasks.jsonl import parse_rows
+    from sparse_rl.tasks.jsonl import parse_rows, read_text
 
     if settings.prompt:
         if settings.prompts:
@@ -111,17 +111,14 @@ def _read_prompts(settings: Namespace) -> list[Any]:
         name, content = "standard input", sys.stdin.buffer.read()
     else:
         name, content = settings.prompts, Path(settings.prompts).read_bytes()
-    try:
-        text = content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{name} is not text in UTF-8 (byte {error.start}); convert it.") from error
+    text = read_text(content, name)
     # Lines end at a newline only: other separators may stand inside a prompt.
     lines = [line.rstrip("\r") for line in text.split("\n") if line.strip()]
     if not lines:
         raise ValueError(f"{name} has no prompts; write one a line.")
     if not (name.endswith(".jsonl") or lines[0].lstrip().startswith("{")):
         return lines
-    return [row["prompt"] for row in parse_rows(text, name)]
+    return [row["prompt"] for _, row in parse_rows(text, name)]
 
 
 def _prompt(row: Any, index: int, loaded: LoadedModel) -> Prompt:

@@ -43,12 +43,12 @@ def add_model(parser: ArgumentParser, default: str) -> None:
     parser.add_argument("--device", type=str, default="cpu", help="cpu, cuda, cuda:1, ...")
 
 
-def parse(parser: ArgumentParser, arguments: list[str]) -> Namespace:
-    """The settings, or ValueError with one sentence."""
+def parse(parser: ArgumentParser, arguments: list[str], more_names: tuple[str, ...] = ()) -> Namespace:
+    """The settings, or ValueError with one sentence; `more_names` may be suggested too."""
     try:
         return parser.parse_args(arguments)
     except ArgumentError as error:
-        raise ValueError(suggest(str(error), parser)) from error
+        raise ValueError(suggest(str(error), parser, more_names)) from error
 
 
 def model_dtype(name: str | None) -> torch.dtype | None:

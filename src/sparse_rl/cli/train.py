@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from sparse_rl.cli.parsing import add_model, make_parser, model_dtype, parse, quiet_bars
-from sparse_rl.cli.trl_names import translate, translate_keys
+from sparse_rl.cli.trl_names import NAMES, translate, translate_keys
 
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser, Namespace
@@ -34,7 +34,7 @@ TRAINER_SETS = ("seed", "top_logprobs")  # of the sampling settings
 
 
 def run(arguments: list[str]) -> None:
-    settings = parse(_parser(), _with_recipe(_configs_read(translate(arguments))))
+    settings = parse(_parser(), _with_recipe(_configs_first(translate(arguments))), tuple(NAMES))
     from sparse_rl.config import build_correction, build_kv, build_section, build_task
     from sparse_rl.evaluate import EvalConfig
     from sparse_rl.model.load import load
@@ -45,6 +45,7 @@ def run(arguments: list[str]) -> None:
     for key in ("model", "device", "kv", "task", "correction"):
         if settings[key] is None:
             raise ValueError(f"{key} is null; give it a value or leave it out.")
+    dtype = model_dtype(settings.dtype)
     task = build_task(settings["task"])
     parts: dict[str, Any] = {
         "kv": build_kv(settings["kv"]),
@@ -67,7 +68,7 @@ def run(arguments: list[str]) -> None:
     logging.basicConfig(format="sparse-rl: %(levelname)s: %(message)s", level=logging.WARNING, stream=sys.stderr)
     Trainer.check_folder(parts["config"])
     quiet_bars()
-    loaded = load(settings.model, dtype=model_dtype(settings.dtype), device=settings.device)
+    loaded = load(settings.model, dtype=dtype, device=settings.device)
     observers = [Live()] + ([Callbacks(parts["config"].report_to)] if parts["config"].report_to else [])
     Trainer(loaded, task.build(loaded.tokenizer), observers=tuple(observers), **parts).train()
 
@@ -96,6 +97,7 @@ def _parser() -> ArgumentParser:
         ("engine", EngineConfig),
     ):
         add_section(parser, name, component)
+    parser.set_defaults({"sampling.n": 8})  # one completion has nothing to be compared with
     return parser
 
 
@@ -105,15 +107,20 @@ def _with_recipe(arguments: list[str]) -> list[str]:
     return arguments if named else ["--config", _recipe("default.yaml").read_text(), *arguments]
 
 
-def _configs_read(arguments: list[str]) -> list[str]:
-    """Each --config FILE replaced by its settings, TRL's keys translated."""
-    read = list(arguments)
-    for i, argument in enumerate(arguments):
-        if argument.startswith("--config="):
-            read[i] = "--config=" + _config_text(argument.partition("=")[2])
-        elif i and arguments[i - 1] == "--config":
-            read[i] = _config_text(argument)
-    return read
+def _configs_first(arguments: list[str]) -> list[str]:
+    """Each --config FILE replaced by its settings, TRL's keys translated; before the flags, so that flags win."""
+    configs, others = [], []
+    given = iter(arguments)
+    for argument in given:
+        name, equals, value = argument.partition("=")
+        if name != "--config":
+            others.append(argument)
+            continue
+        path = value if equals else next(given, None)
+        if path is None:
+            raise ValueError("--config needs the name of a file or a recipe.")
+        configs += ["--config", _config_text(path)]
+    return configs + others
 
 
 def _config_text(name: str) -> str:

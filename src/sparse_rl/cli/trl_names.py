@@ -7,7 +7,10 @@ counterpart are refused with what to use instead.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
+
+import yaml
 
 NAMES: dict[str, str] = {
     "model_name_or_path": "model",
@@ -59,6 +62,8 @@ VALUES: dict[str, dict[str, str]] = {
     },
     "importance_sampling_level": {"token": "ppo", "sequence": "gspo"},
     "lr_scheduler_type": {"constant_with_warmup": "constant"},
+    "top_k": {"0": "null"},
+    "report_to": {"none": "[]"},
 }
 
 REFUSED: dict[str, str] = {
@@ -98,22 +103,35 @@ def translate(arguments: list[str]) -> list[str]:
 
 
 def translate_keys(settings: dict[str, Any]) -> dict[str, Any]:
-    """A YAML file's settings with TRL's top-level keys moved to their sections."""
-    translated = {key: value for key, value in settings.items() if key not in NAMES or NAMES[key] == key}
-    for name, value in settings.items():
+    """A YAML file's settings as sections: TRL's names and keys with dots moved to where they belong."""
+    translated: dict[str, Any] = {}
+    given: dict[str, str] = {}
+    for name, value in _flat(settings):
         if name in REFUSED:
             raise ValueError(f"{name} has no counterpart here: {REFUSED[name]}.")
-        if name not in NAMES or NAMES[name] == name:
-            continue
-        *sections, key = NAMES[name].split(".")
+        key = NAMES.get(name, name)
+        if key in given:
+            other = name if name != key else given[key]
+            raise ValueError(f"{other} and {key} are the same setting; give one of them.")
+        given[key] = name
+        known = VALUES.get(name, {}).get(str(value).lower())
+        *sections, last = key.split(".")
         place = translated
         for section in sections:
             place = place.setdefault(section, {})
-        if key in place:
-            raise ValueError(f"{name} and {NAMES[name]} are the same setting; give one of them.")
-        known = VALUES.get(name, {})
-        place[key] = known.get(str(value).lower(), value)
+            if not isinstance(place, dict):
+                raise ValueError(f"{section} is {place!r}; it must be a table of keys and values.")
+        place[last] = value if known is None else yaml.safe_load(known)
     return translated
+
+
+def _flat(settings: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Settings by their keys with dots; what is no table comes first, so that it is not hidden by one."""
+    for key, value in sorted(settings.items(), key=lambda item: isinstance(item[1], dict)):
+        if isinstance(value, dict) and value:
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
 
 
 def _value(name: str, value: str) -> str:

@@ -37,6 +37,10 @@ class EvalConfig:
         for field, least in (("every", 0), ("prompts", 0), ("n", 1)):
             if getattr(self, field) < least:
                 raise ValueError(f"eval.{field} is {getattr(self, field)}; it must be at least {least}.")
+        try:
+            self.sampling(max_tokens=1)
+        except ValueError as error:
+            raise ValueError(str(error).replace("sampling.", "eval.")) from error
 
     def sampling(
         self, max_tokens: int, stop: tuple[str, ...] = (), stop_ids: tuple[int, ...] | None = None

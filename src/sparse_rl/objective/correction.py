@@ -26,7 +26,7 @@ class Correction:
     lower: ratios below this are out of bounds
     upper: ratios above this are out of bounds
     action: out of bounds: "truncate" the weight to the bound, or "mask" the token (or the sequence, by level)
-    veto: reject a rollout if any of its tokens has xi below this
+    veto: reject a rollout if any of its tokens has xi below this; 0 never does
     normalize: divide weights by their mean over all tokens of the optimiser batch
     denominator: "fixed" counts dropped tokens and rollouts, "surviving" counts a rollout's kept tokens only
     """
@@ -44,8 +44,9 @@ class Correction:
         check_choices(self, "correction")
         if self.lower is not None and self.upper is not None and self.lower > self.upper:
             raise ValueError(f"correction.lower is {self.lower}, above correction.upper {self.upper}; swap them.")
-        if self.veto is not None and self.veto < 0:
-            raise ValueError(f"correction.veto is {self.veto}; it must be 0 or more.")
+        for field in ("lower", "upper", "veto"):
+            if not (getattr(self, field) or 0.0) >= 0:
+                raise ValueError(f"correction.{field} is {getattr(self, field)}; it must be 0 or more.")
 
     @property
     def needs_batch(self) -> bool:

@@ -45,10 +45,10 @@ class LossConfig:
 
     def __post_init__(self) -> None:
         check_choices(self, "loss")
-        for field in ("clip_low", "clip_high", "beta"):
-            if (getattr(self, field) or 0.0) < 0:
+        for field in ("clip_low", "clip_high", "beta", "cispo_max"):
+            if not (getattr(self, field) or 0.0) >= 0:
                 raise ValueError(f"loss.{field} is {getattr(self, field)}; it must be 0 or more.")
-        if self.delta is not None and self.delta <= self.upper:
+        if self.delta is not None and not self.delta > self.upper:
             raise ValueError(f"loss.delta is {self.delta}; it must be above 1 + loss.clip_high = {self.upper}.")
 
     @property

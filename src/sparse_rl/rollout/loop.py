@@ -130,7 +130,13 @@ class Loop:
             top_p=self.sampling.top_p,
             num_top=self.sampling.top_logprobs,
         )
-        for i, (sequence, token, logprob) in enumerate(zip(sequences, tokens.tolist(), logprobs.tolist(), strict=True)):
+        if top_ids is not None and top_logprobs is not None:  # one copy for all rows
+            for sequence, ids, values in zip(
+                sequences, top_ids.cpu().unbind(), top_logprobs.cpu().unbind(), strict=True
+            ):
+                sequence.top_ids.append(ids)
+                sequence.top_logprobs.append(values)
+        for sequence, token, logprob in zip(sequences, tokens.tolist(), logprobs.tolist(), strict=True):
             if not math.isfinite(logprob):
                 raise FloatingPointError(
                     f"request {sequence.request} has logits that are not finite at token {len(sequence.token_ids)}; "
@@ -138,9 +144,6 @@ class Loop:
                 )
             sequence.token_ids.append(token)
             sequence.logprobs.append(logprob)
-            if top_ids is not None and top_logprobs is not None:
-                sequence.top_ids.append(top_ids[i].cpu())
-                sequence.top_logprobs.append(top_logprobs[i].cpu())
             self.num_tokens += 1
             self.finish(sequence)
 

@@ -6,8 +6,8 @@ or None for a completion it declines to grade:
 
     def reward(prompts, completions, completion_ids, **columns) -> list[float | None]
 
-`columns` are the other keys of the dataset's rows. A function that raises, or returns anything else, stops the run:
-a broken grader and a wrong answer are different things.
+`columns` are the other keys of the dataset's rows, None where a row lacks one. A function that raises, or returns
+anything else, stops the run: a broken grader and a wrong answer are different things.
 """
 
 from __future__ import annotations
@@ -65,6 +65,8 @@ class Rewards:
     def __post_init__(self) -> None:
         if not self.functions:
             raise ValueError("a task needs at least one reward function.")
+        if not all(math.isfinite(weight) for weight in self.weights):
+            raise ValueError(f"a reward weight of {self.weights} is not finite; give numbers.")
         if self.weights and len(self.weights) != len(self.functions):
             raise ValueError(
                 f"there are {len(self.functions)} reward functions and {len(self.weights)} weights; give one each."
@@ -81,7 +83,7 @@ class Rewards:
         for name, function in zip(self.names, self.functions, strict=True):
             try:
                 given = function(**inputs)
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 raise ValueError(
                     f"reward function {name!r} raised {type(error).__name__}: {error}; mend it, then resume."
                 ) from error
@@ -94,38 +96,41 @@ class Rewards:
 
 
 def _inputs(rollouts: list[Rollout], tokenizer: PreTrainedTokenizerBase) -> dict[str, list[Any]]:
-    """Prompts and completions as the dataset has them (chats as messages), ids, and every column."""
+    """Prompts and completions as the dataset has them (chats as messages), ids, and every column of any row."""
     ids = [rollout.token_ids.tolist() for rollout in rollouts]
     texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
-    messages = [rollout.prompt.messages for rollout in rollouts]
-    inputs: dict[str, list[Any]] = {
-        "prompts": [chat if chat else rollout.prompt.text for chat, rollout in zip(messages, rollouts, strict=True)],
+    chats = [list(rollout.prompt.messages) for rollout in rollouts]
+    columns = dict.fromkeys(column for rollout in rollouts for column in rollout.prompt.columns)
+    return {column: [rollout.prompt.columns.get(column) for rollout in rollouts] for column in columns} | {
+        "prompts": [chat or rollout.prompt.text for chat, rollout in zip(chats, rollouts, strict=True)],
         "completions": [
-            [{"role": "assistant", "content": text}] if chat else text
-            for chat, text in zip(messages, texts, strict=True)
+            [{"role": "assistant", "content": text}] if chat else text for chat, text in zip(chats, texts, strict=True)
         ],
         "completion_ids": ids,
     }
-    for column in rollouts[0].prompt.columns:
-        inputs[column] = [rollout.prompt.columns.get(column) for rollout in rollouts]
-    return inputs
 
 
 def _checked(given: Any, name: str, count: int) -> torch.Tensor:
-    if isinstance(given, torch.Tensor):
-        given = given.tolist()
+    """One number a completion, nan where there is None; lists, arrays and tensors will do."""
+    given = given.tolist() if hasattr(given, "tolist") else given
     if not isinstance(given, Sequence) or isinstance(given, str | bytes):
         kind = type(given).__name__
         raise ValueError(f"reward function {name!r} returned {kind}; it must return a list, one number a completion.")
     if len(given) != count:
         raise ValueError(f"reward function {name!r} returned {len(given)} rewards for {count} completions.")
+    rewards = []
     for i, value in enumerate(given):
-        if value is not None and (not isinstance(value, numbers.Real) or not math.isfinite(value)):
+        number = value.item() if hasattr(value, "item") else value
+        try:
+            if number is not None and (not isinstance(number, numbers.Real) or not math.isfinite(number)):
+                raise ValueError
+            rewards.append(math.nan if number is None else float(number))
+        except (ValueError, OverflowError) as error:
             raise ValueError(
-                f"reward function {name!r} returned {value!r} for completion {i}; "
+                f"reward function {name!r} returned {repr(value)[:40]} for completion {i}; "
                 "it must be a finite number, or None to leave the completion out."
-            )
-    return torch.tensor([math.nan if value is None else float(value) for value in given], dtype=torch.float64)
+            ) from error
+    return torch.tensor(rewards, dtype=torch.float64)
 
 
 def _mean(values: torch.Tensor) -> float:
@@ -134,4 +139,4 @@ def _mean(values: torch.Tensor) -> float:
 
 def _std(values: torch.Tensor) -> float:
     values = values[~values.isnan()]
-    return float(values.std()) if len(values) > 1 else 0.0
+    return float(values.std()) if len(values) > 1 else 0.0 if len(values) else math.nan

@@ -11,6 +11,7 @@ The chain restates the table, it has filler, and letters come round again: a goo
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -27,7 +28,6 @@ SYMBOLS = "0123456789" + LETTERS + "=;|?>.!" + PAD + EOS
 TOKEN = {symbol: i for i, symbol in enumerate(SYMBOLS)}
 STEP = 9  # tokens a step, filler apart
 INCREMENT, TOTAL = 2, 4  # their places in a step
-HELD_OUT = (1 << 62) + 1  # a seed that no training stream reaches
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,14 +70,10 @@ class Chain:
 
     def problems(self, count: int, generator: torch.Generator) -> Problems:
         """Random problems on the generator's device."""
-        device, size = generator.device, (count, self.letters)
-        successor = torch.rand(size, generator=generator, device=device).argsort(1)
-        increment = torch.randint(0, 10, size, generator=generator, device=device)
-        order = torch.rand(size, generator=generator, device=device).argsort(1)
-        current = torch.randint(0, self.letters, (count,), generator=generator, device=device)
+        successor, increment, order, current = self._draw(count, generator)
 
         def constant(symbol: str) -> torch.Tensor:
-            return torch.full((count,), TOKEN[symbol], device=device)
+            return torch.full((count,), TOKEN[symbol], device=generator.device)
 
         columns = []
         for j in range(self.letters):
@@ -111,17 +107,29 @@ class Chain:
         return self
 
     def stream(self, start: int, count: int, seed: int) -> list[Prompt]:
-        return self._prompts(count, seed * 1_000_003 + start)
+        return [self._prompt(f"train {seed} {i}") for i in range(start, start + count)]
 
     def held_out(self, count: int) -> list[Prompt]:
-        return self._prompts(count, HELD_OUT)
+        return [self._prompt(f"held out {i}") for i in range(count)]
 
-    def _prompts(self, count: int, seed: int) -> list[Prompt]:
-        problems = self.problems(count, torch.Generator().manual_seed(seed))
-        return [
-            Prompt(ids=tuple(ids), text="".join(SYMBOLS[i] for i in ids), columns={"answer": str(answer)})
-            for ids, answer in zip(problems.prompts.tolist(), problems.answers.tolist(), strict=True)
-        ]
+    def _draw(self, count: int, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
+        """Each letter's successor and increment, the order they are written in, and where to start."""
+        device, size = generator.device, (count, self.letters)
+        successor = torch.rand(size, generator=generator, device=device).argsort(1)
+        increment = torch.randint(0, 10, size, generator=generator, device=device)
+        order = torch.rand(size, generator=generator, device=device).argsort(1)
+        return successor, increment, order, torch.randint(0, self.letters, (count,), generator=generator, device=device)
+
+    def _prompt(self, name: str) -> Prompt:
+        """The problem that a name stands for; as `problems` has it, without writing the chain."""
+        seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7])
+        drawn = self._draw(1, torch.Generator().manual_seed(seed))
+        successor, increment, order, (current,) = (values.flatten().tolist() for values in drawn)
+        table = "".join(f"{LETTERS[i]}={LETTERS[successor[i]]}{increment[i]};" for i in order)
+        text, total = f"{table}{LETTERS[current]}|", 0
+        for _ in range(self.steps):
+            total, current = (total + increment[current]) % 10, successor[current]
+        return Prompt(ids=tuple(TOKEN[symbol] for symbol in text), text=text, columns={"answer": str(total)})
 
 
 def right_answer(completions: list[str], answer: list[str], **_: object) -> list[float]:

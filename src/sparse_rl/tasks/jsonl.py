@@ -11,7 +11,8 @@ import importlib
 import importlib.util
 import json
 import sys
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -46,29 +47,29 @@ class JsonlConfig:
             raise ValueError('task.rewards is missing; name a function as "module:function" or "file.py:function".')
 
     def build(self, tokenizer: PreTrainedTokenizerBase) -> Rows:
-        return Rows(
-            read_rows(Path(self.train_file)),
-            Rewards(tuple(import_function(path) for path in self.rewards), self.reward_weights),
-            tokenizer,
-            read_rows(Path(self.eval_file)) if self.eval_file else [],
-        )
+        rewards = Rewards(tuple(import_function(path) for path in self.rewards), self.reward_weights)
+        train = read_prompts(Path(self.train_file), tokenizer)
+        held_out = read_prompts(Path(self.eval_file), tokenizer) if self.eval_file else []
+        return Rows(train, rewards, tokenizer, held_out, settings={"name": self.name, **asdict(self)})
 
 
 class Rows:
-    """A task from rows in memory: dicts with a "prompt" and any other columns."""
+    """A task from rows in memory: dicts with a "prompt" and any other columns, or prompts that are ready."""
 
     def __init__(
         self,
-        rows: list[dict[str, Any]],
+        rows: Sequence[dict[str, Any] | Prompt],
         rewards: Rewards,
         tokenizer: PreTrainedTokenizerBase,
-        eval_rows: list[dict[str, Any]] | None = None,
+        eval_rows: Sequence[dict[str, Any] | Prompt] = (),
+        settings: dict[str, Any] | None = None,
     ) -> None:
         if not rows:
             raise ValueError("there are no rows to train on.")
         self.rewards = rewards
-        self.train = [make_prompt(row, f"row {i}", tokenizer) for i, row in enumerate(rows)]
-        self.eval = [make_prompt(row, f"evaluation row {i}", tokenizer) for i, row in enumerate(eval_rows or [])]
+        self.settings = settings or {"name": "rows", "rewards": list(rewards.names)}  # what a run's record says of it
+        self.train = [_as_prompt(row, f"row {i}", tokenizer) for i, row in enumerate(rows)]
+        self.eval = [_as_prompt(row, f"evaluation row {i}", tokenizer) for i, row in enumerate(eval_rows)]
 
     def stream(self, start: int, count: int, seed: int) -> list[Prompt]:
         size = len(self.train)
@@ -78,6 +79,10 @@ class Rows:
 
     def held_out(self, count: int) -> list[Prompt]:
         return self.eval[:count]
+
+
+def _as_prompt(row: dict[str, Any] | Prompt, where: str, tokenizer: PreTrainedTokenizerBase) -> Prompt:
+    return row if isinstance(row, Prompt) else make_prompt(row, where, tokenizer)
 
 
 def make_prompt(row: Any, where: str, tokenizer: PreTrainedTokenizerBase) -> Prompt:
@@ -103,30 +108,35 @@ def make_prompt(row: Any, where: str, tokenizer: PreTrainedTokenizerBase) -> Pro
     return Prompt(ids=ids, text=text, messages=tuple(messages), columns=columns)
 
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a JSONL file."""
+def read_prompts(path: Path, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
+    """The rows of a JSONL file as prompts; errors name the line."""
+    rows = parse_rows(read_text(path.read_bytes(), str(path)), str(path))
+    return [make_prompt(row, f"line {number} of {path}", tokenizer) for number, row in rows]
+
+
+def read_text(content: bytes, name: str) -> str:
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not text in UTF-8 (byte {error.start}); convert it.") from error
-    return parse_rows(text, str(path))
+        line = content.count(b"\n", 0, error.start) + 1
+        raise ValueError(f"line {line} of {name} is not text in UTF-8; convert it.") from error
 
 
-def parse_rows(text: str, name: str) -> list[dict[str, Any]]:
-    """JSON objects with a prompt, one a line; errors name the line."""
+def parse_rows(text: str, name: str) -> list[tuple[int, dict[str, Any]]]:
+    """JSON objects with a prompt, one a line, each with its line's number."""
     rows = []
     for number, line in enumerate(text.split("\n"), start=1):  # other separators may stand inside a prompt
         if not line.strip():
             continue
         try:
             row = json.loads(line)
-        except (json.JSONDecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"line {number} of {name} is not JSON ({error}); mend or remove it.") from error
         if not isinstance(row, dict) or not isinstance(row.get("prompt"), str | list):
             raise ValueError(
                 f'line {number} of {name} has no "prompt" that is a string or a list of messages; mend or remove it.'
             )
-        rows.append(row)
+        rows.append((number, row))
     if not rows:
         raise ValueError(f"{name} has no rows; write one JSON object a line.")
     return rows
@@ -138,8 +148,7 @@ def import_function(path: str) -> Reward:
     if not colon or not module_name or not function_name:
         raise ValueError(f'reward {path!r} is not of the form "module:function" or "file.py:function".')
     try:
-        is_file = module_name.endswith(".py")
-        module = _import_file(Path(module_name)) if is_file else importlib.import_module(module_name)
+        module = _import_file(Path(module_name)) if module_name.endswith(".py") else _import_module(module_name)
     except Exception as error:
         raise ValueError(f"reward {path!r} cannot be imported: {type(error).__name__}: {error}.") from error
     function = getattr(module, function_name, None)
@@ -148,11 +157,17 @@ def import_function(path: str) -> Reward:
     return function
 
 
+def _import_module(name: str) -> Any:
+    if "" not in sys.path:
+        sys.path.insert(0, "")  # a module in the current folder is found, as with `python -m`
+    return importlib.import_module(name)
+
+
 def _import_file(path: Path) -> Any:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    """The file as a module of its own, which does not stand in the way of others of its name."""
+    spec = importlib.util.spec_from_file_location(f"reward file {path}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
     spec.loader.exec_module(module)
     return module
 

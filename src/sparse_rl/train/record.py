@@ -164,9 +164,10 @@ def differences(before: dict[str, Any], after: dict[str, Any], prefix: str = "")
 
 def task_settings(task: Any) -> dict[str, Any]:
     """A task's settings if it has any, else its kind."""
-    return (
-        {"name": task.name, **asdict(task)} if hasattr(task, "__dataclass_fields__") else {"name": type(task).__name__}
-    )
+    if hasattr(task, "__dataclass_fields__"):
+        return {"name": task.name, **asdict(task)}
+    settings: dict[str, Any] = getattr(task, "settings", {"name": type(task).__name__})
+    return settings
 
 
 def _number(value: torch.Tensor) -> float | None:

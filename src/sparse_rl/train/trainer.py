@@ -19,7 +19,7 @@ import torch
 
 from sparse_rl.evaluate import EvalConfig, evaluate
 from sparse_rl.kv import EvictPolicy, Full, KVPolicy
-from sparse_rl.metrics import RunLog, Timer
+from sparse_rl.metrics import RunLog, Timer, definition
 from sparse_rl.model.load import LoadedModel
 from sparse_rl.objective.advantage import Estimator, advantages
 from sparse_rl.objective.correction import PRESETS, Correction, check_choices, preset_name
@@ -81,9 +81,17 @@ class TrainerConfig:
 
     def __post_init__(self) -> None:
         check_choices(self, "trainer")
-        for field, least in (("steps", 0), ("prompts_per_step", 1), ("seed", 0), ("save_every", 0)):
-            if getattr(self, field) < least:
-                raise ValueError(f"trainer.{field} is {getattr(self, field)}; it must be at least {least}.")
+        for field in ("steps", "seed", "save_every", "log_completions", "log_rejected"):
+            if getattr(self, field) < 0:
+                raise ValueError(f"trainer.{field} is {getattr(self, field)}; it must be at least 0.")
+        if self.prompts_per_step < 1:
+            raise ValueError(f"trainer.prompts_per_step is {self.prompts_per_step}; it must be at least 1.")
+        if self.seed >= 1 << 32:
+            raise ValueError(f"trainer.seed is {self.seed}; it must be below 2^32.")
+        if not self.best_metric.startswith("eval/") or definition(self.best_metric) is None:
+            raise ValueError(
+                f'trainer.best_metric is {self.best_metric!r}; name an evaluation, such as "eval/dense/reward".'
+            )
         if self.save_total_limit is not None and self.save_total_limit < 1:
             raise ValueError(
                 f"trainer.save_total_limit is {self.save_total_limit}; it must be at least 1, or left out."
@@ -96,7 +104,7 @@ class Trainer:
     """Trains a model on a task; `train` runs to the last step.
 
     loaded = load("embedded")
-    trainer = Trainer(loaded, Chain(), kv=RKV(budget=48, interval=8), correction=PRESETS["sparse_rl"])
+    trainer = Trainer(loaded, Chain(), kv=RKV(budget=56, interval=8), correction=PRESETS["sparse_rl"])
     trainer.train()
     """
 
@@ -191,8 +199,10 @@ class Trainer:
             once = replace(self._sampling_of(self.step), n=1, temperature=0.0, top_logprobs=0)
             with self.timer("baseline"):
                 baseline = self.engine.generate(prompts, once, on_step=self._progress("baseline"))
-            greedy = self.task.rewards.grade(baseline, self.loaded.tokenizer).rewards.nan_to_num(0.0)
+            greedy = self.task.rewards.grade(baseline, self.loaded.tokenizer).rewards
         groups, known = torch.tensor(self._groups(rollouts)), ~graded.rewards.isnan()
+        if greedy is not None:
+            known &= ~greedy.isnan()[groups]
         result = torch.zeros(len(rollouts))
         if known.any():
             result[known] = advantages(graded.rewards[known], groups[known], self.config.advantage, greedy)
@@ -317,6 +327,8 @@ class Trainer:
         folder = Path(resume) if isinstance(resume, str) else found[-1] if resume and found else None
         if folder is not None:
             sizes = self._resume(folder, found)
+        elif resume:
+            logger.warning("%s has no checkpoint yet; the run starts over.", run)
         run.mkdir(parents=True, exist_ok=True)
         start_record(run, self.settings(), self.loaded)
         self.log = RunLog(run, sizes)
@@ -328,6 +340,7 @@ class Trainer:
                 f"{', '.join(path.name for path in found) or 'none'}."
             )
         state = checkpoint.read_state(folder)
+        RunLog.check(Path(self.config.output_dir), state["logs"])
         checkpoint.restore(folder, self.learner)
         changed = differences(state["settings"], self.settings())
         if changed:
@@ -379,10 +392,8 @@ class Trainer:
         names = ("run.json", *RunLog.FILES)
         taken = [name for name in names if (run / name).exists()] + [path.name for path in checkpoint.checkpoints(run)]
         if taken and not resume:
-            raise ValueError(
-                f"{run} has a run in it ({taken[0]}); resume it with --trainer.resume_from_checkpoint true, or give "
-                "another --trainer.output_dir."
-            )
+            remedy = "resume it with --trainer.resume_from_checkpoint true, or " if taken[0] == "run.json" else ""
+            raise ValueError(f"{run} has a run in it ({taken[0]}); {remedy}give another --trainer.output_dir.")
         if resume and not (run / "run.json").exists():
             raise ValueError(f"there is no run to resume in {run}; leave out trainer.resume_from_checkpoint.")
 
