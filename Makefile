@@ -5,7 +5,7 @@ PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/pip install --quiet --constraint c
 
 .PHONY: demo test test-slow test-compat lint check clean
 
-## demo: train two arms on the embedded model, compare them with the recorded ones, write a report (4 minutes)
+## demo: train two arms on the embedded model, compare them with the recorded ones, write a report (5 minutes)
 demo: .venv/ready
 	$(BIN)/python scripts/demo.py $(DEMO)
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What sparse rollouts do to training, live and recorded: the naive arm and sparse_rl on the embedded model.
 
-    python scripts/demo.py [--steps 12]
+    python scripts/demo.py [--steps 20]
 
 Trains both arms for a few steps on this machine, evaluates each with the dense and with the sparse cache on held-out
 problems, prints that beside the recorded runs of benchmarks/arms.py, and writes a report. Whatever happened is shown.
@@ -28,7 +28,7 @@ RECORDED = Path(__file__).parents[1] / "benchmarks" / "results" / "arms.json"
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--problems", type=int, default=512)
     parser.add_argument("--runs", type=Path, default=Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S"))
     args = parser.parse_args()
@@ -44,7 +44,7 @@ def main() -> None:
         arguments = ["train", *(f"--{name}={value}" for name, value in settings.items())]
         print("\n$ sparse-rl " + " ".join(arguments), flush=True)
         sparse_rl(arguments)
-    console = Console()
+    console = Console(width=max(Console().width, 110))
     console.print(live_table(args.runs, args.problems))
     if RECORDED.exists():
         console.print(recorded_table(json.loads(RECORDED.read_text())))
