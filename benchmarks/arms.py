@@ -223,8 +223,9 @@ def _round(value: float | None) -> float | None:
 
 
 def commit() -> str:
+    """As COMMIT says, for a machine that has a copy of the files only; else the repository's."""
     found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
-    return found.stdout.strip() or os.environ.get("COMMIT", "unknown")  # a machine without the repository is told
+    return os.environ.get("COMMIT") or found.stdout.strip() or "unknown"
 
 
 def hardware(device: str) -> str:
