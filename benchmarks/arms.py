@@ -88,6 +88,9 @@ def start(args: argparse.Namespace, arm: str, budget: int, seed: int) -> int:
     """One run in a process of its own, its output in a file beside its folder."""
     target = folder(args, arm, budget, seed)
     if (target / "result.json").exists():
+        known = json.loads((target / "result.json").read_text())["settings"]
+        if known != settings_of(args):
+            sys.exit(f"{target} was run with {known}; give another --runs, or remove it.")
         return 0
     with open(target.with_suffix(".log"), "w") as log:
         command = [sys.executable, *sys.argv, "--worker", arm, str(budget), str(seed)]
@@ -131,12 +134,17 @@ def train(args: argparse.Namespace, arm: str, budget: int, seed: int) -> None:
         ),
     )
     trainer.train()
-    final = {"commit": commit(), "hardware": hardware(args.device)}
+    final = {"commit": commit(), "hardware": hardware(args.device), "settings": settings_of(args)}
     if policy == "full":  # the trainer evaluated with its own cache only, which is the dense one
         engine = Engine(loaded, sparse, EngineConfig(rows=1024))
-        sampling = trainer.eval.sampling(task.chain_len + 16)
+        sampling = trainer.eval_config.sampling(task.chain_len + 16)
         final |= evaluate(engine, task.held_out(args.problems), sampling, task.rewards)
     (target / "result.json").write_text(json.dumps(final))
+
+
+def settings_of(args: argparse.Namespace) -> dict[str, object]:
+    """What a run depends on, beside its arm, budget and seed."""
+    return {key: getattr(args, key) for key in ("model", "steps", "prompts", "lr", "problems", "eval_every")}
 
 
 def folder(args: argparse.Namespace, arm: str, budget: int, seed: int) -> Path:

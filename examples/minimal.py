@@ -39,14 +39,14 @@ def main(steps: int = STEPS) -> None:
         # 2. Reward, and compare within each prompt's group.
         rewards = task.rewards.grade(rollouts, loaded.tokenizer).rewards
         groups = torch.arange(PROMPTS).repeat_interleave(GROUP)
-        advantage = advantages(rewards, groups, "grpo")
+        advantage = advantages(rewards, groups, "grpo").to(loaded.model.device)
 
         # 3. What the dense model, at the same weights, says of every sampled token.
         batch = flatten(rollouts, loaded.model.device)
         dense = torch.zeros_like(batch.sampler_logprobs)
         for microbatch in pack(rollouts, max_tokens=8192):
             with torch.no_grad():
-                dense[microbatch.tokens] = score_microbatch(head, batch, microbatch, 1.0).logprobs
+                dense[microbatch.tokens.to(dense.device)] = score_microbatch(head, batch, microbatch, 1.0).logprobs
 
         # 4. xi = pi_dense / pi_sparse: reject rollouts with an impossible token, weigh the tokens of the others.
         corrected = correct(
@@ -57,7 +57,7 @@ def main(steps: int = STEPS) -> None:
         # 5. One clipped policy-gradient step on the dense model.
         optimizer.zero_grad()
         for microbatch in pack(rollouts, max_tokens=8192):
-            tokens = microbatch.tokens
+            tokens = microbatch.tokens.to(dense.device)
             learner = score_microbatch(head, batch, microbatch, 1.0).logprobs  # this time with gradient
             policy_loss(
                 learner,

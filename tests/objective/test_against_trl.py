@@ -8,10 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from trl.trainer import grpo_trainer
 
 from sparse_rl.objective.loss import LossConfig, policy_loss, token_scale
-
-grpo_trainer = pytest.importorskip("trl.trainer.grpo_trainer")
 
 LONGEST = 9
 LENGTHS = [9, 4, 1, 6]

@@ -89,3 +89,18 @@ def test_the_backward_pass_keeps_no_logits(monkeypatch):
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         torch.log_softmax(model(**inputs).logits[0, predicting], -1).sum()
     assert kept, "the check sees logits where they are kept"
+
+
+def test_chunks_add_no_rounding_to_the_heads_gradient(monkeypatch):
+    """In bf16: many chunks are as near to the fp64 gradient as one."""
+    errors = {}
+    exact = None
+    for dtype, chunk in ((torch.float64, 1 << 30), (torch.bfloat16, 1 << 30), (torch.bfloat16, 259)):
+        monkeypatch.setattr(head_module, "CHUNK_LOGITS", chunk)
+        model = tiny_model(dtype=torch.bfloat16).to(dtype)
+        inputs, predicting, tokens = packed(model)
+        Head(model)(inputs, predicting, tokens).logprobs.sum().backward()
+        gradient = model.get_output_embeddings().weight.grad.double()
+        exact = gradient if exact is None else exact
+        errors[dtype, chunk] = float((gradient - exact).norm() / exact.norm())
+    assert errors[torch.bfloat16, 259] <= 1.05 * errors[torch.bfloat16, 1 << 30]

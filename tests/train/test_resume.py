@@ -17,10 +17,12 @@ import torch
 from safetensors.torch import load_file
 from small_run import small_trainer
 
+from sparse_rl.evaluate import EvalConfig
 from sparse_rl.metrics import TIMES, read_log
 from sparse_rl.model.load import load
 from sparse_rl.model.tiny import tiny_model, tiny_tokenizer
-from sparse_rl.train import checkpoint
+from sparse_rl.objective.loss import LossConfig
+from sparse_rl.train import OptimizerConfig, UpdateConfig, checkpoint
 
 POINTS = list(small_run.POINTS)
 
@@ -170,21 +172,40 @@ def test_a_checkpoint_loads_as_a_hugging_face_model(whole):
     assert all(torch.equal(weights[name], masters[name]) for name in masters)
 
 
-def test_bf16_runs_resume_from_their_fp32_masters(tmp_path):
+def test_a_bf16_run_with_a_reference_and_several_passes_resumes_from_its_fp32_masters(tmp_path):
     """What a checkpoint gives back is the master, not the rounded module."""
-    for name in ("whole", "parts"):
-        small_trainer(tmp_path / name, loaded=load("embedded", dtype=torch.bfloat16), steps=2).train()
-    shutil.rmtree(tmp_path / "parts" / "checkpoint-2")
-    resumed = load("embedded", dtype=torch.bfloat16)
-    small_trainer(tmp_path / "parts", loaded=resumed, steps=2, resume_from_checkpoint=True).train()
-    first, second = (load_file(tmp_path / name / "checkpoint-2" / "masters.safetensors") for name in ("whole", "parts"))
+    parts = {"loss": LossConfig(beta=0.1), "update": UpdateConfig(updates_per_rollout=2, num_iterations=2)}
+
+    def trainer(name, **config):
+        loaded = load("embedded", dtype=torch.bfloat16)
+        return small_trainer(tmp_path / name, loaded=loaded, parts=parts, steps=3, advantage="remax", **config)
+
+    trainer("whole").train()
+    shutil.copytree(tmp_path / "whole", tmp_path / "parts")
+    for later in checkpoint.checkpoints(tmp_path / "parts")[1:]:
+        shutil.rmtree(later)
+    trainer("parts", resume_from_checkpoint=True).train()
+    first, second = (load_file(tmp_path / name / "checkpoint-3" / "masters.safetensors") for name in ("whole", "parts"))
     assert all(torch.equal(first[key], second[key]) for key in first)
     assert any(not torch.equal(value, value.bfloat16().float()) for value in first.values())
+    assert without_times(tmp_path / "whole" / "metrics.jsonl") == without_times(tmp_path / "parts" / "metrics.jsonl")
+
+
+def test_a_run_resumed_with_another_optimizer_uses_it(whole, tmp_path, caplog):
+    run = tmp_path / "run"
+    shutil.copytree(whole, run)
+    optimizer = OptimizerConfig(learning_rate=1e-3, schedule="linear", beta2=0.5, weight_decay=0.25)
+    trainer = small_trainer(run, steps=5, resume_from_checkpoint=True, parts={"optimizer": optimizer})
+    trainer.train()
+    matrices, vectors = trainer.learner.optimizer.param_groups
+    assert matrices["betas"] == vectors["betas"] == (0.9, 0.5)
+    assert (matrices["weight_decay"], vectors["weight_decay"]) == (0.25, 0.0)
+    assert "optimizer.beta2 0.999 is now 0.5" in caplog.text
 
 
 def test_the_best_checkpoint_is_kept(tmp_path):
     trainer = small_trainer(tmp_path / "run", save_total_limit=1, steps=3)
-    trainer.eval = type(trainer.eval)(every=1, prompts=4)
+    trainer.eval_config = EvalConfig(every=1, prompts=4)
     values = iter([0.0, 0.9, 0.1, 0.2])
     trainer._evaluate = lambda: {"eval/dense/reward": next(values)}
     trainer.train()

@@ -200,6 +200,20 @@ def test_sampling_that_cannot_train_is_refused(tmp_path, sampling, message):
     assert not (tmp_path / "run").exists()
 
 
+def test_more_updates_than_prompts_are_refused_before_anything_runs(tmp_path):
+    with pytest.raises(ValueError, match=r"updates_per_rollout is 3, but a step has 2 prompts"):
+        small_trainer(tmp_path / "run", parts={"update": UpdateConfig(updates_per_rollout=3)})
+
+
+def test_pools_are_freed_when_they_are_not_needed(tmp_path, monkeypatch):
+    trainer = small_trainer(tmp_path / "run", steps=1)
+    held = []
+    learn = trainer._learn
+    monkeypatch.setattr(trainer, "_learn", lambda *given: held.append(trainer.engine.cache) or learn(*given))
+    trainer.train()
+    assert held == [None]
+
+
 def test_dropout_is_refused(tmp_path):
     loaded = load("embedded")
     loaded.model.model.layers[0].mlp.add_module("dropout", torch.nn.Dropout(0.1))

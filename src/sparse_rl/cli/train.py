@@ -58,7 +58,7 @@ def run(arguments: list[str]) -> None:
         "eval": build_section(EvalConfig, "eval", settings["eval"]),
         "config": build_section(TrainerConfig, "trainer", settings["trainer"]),
     }
-    Trainer.check(parts["sampling"], parts["config"])
+    Trainer.check(parts["sampling"], parts["update"], parts["config"])
     if settings.dry_run:
         print(yaml.dump(_resolved(settings, task, parts), Dumper=_Lists, sort_keys=False), end="")
         return

@@ -28,7 +28,7 @@ class Correction:
     action: out of bounds: "truncate" the weight to the bound, or "mask" the token (or the sequence, by level)
     veto: reject a rollout if any of its tokens has xi below this; 0 never does
     normalize: divide weights by their mean over all tokens of the optimiser batch
-    denominator: "fixed" counts dropped tokens and rollouts, "surviving" counts a rollout's kept tokens only
+    denominator: "fixed" counts dropped tokens too, "surviving" only kept ones, of a rollout or the batch by aggregation
     """
 
     weight: bool = True

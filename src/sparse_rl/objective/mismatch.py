@@ -36,12 +36,24 @@ def overlap_bounds(
     return lower.clamp(max=1.0), (lower + left_over).clamp(max=1.0)
 
 
+def overlap_top(
+    sampler_ids_Tk: torch.Tensor,
+    sampler_logprobs_Tk: torch.Tensor,
+    dense_ids_Tk: torch.Tensor,
+    dense_logprobs_Tk: torch.Tensor,
+) -> torch.Tensor:
+    """Sparrow's acceptance rate, (T,): min(p, q) summed over the tokens in both top lists; 0.86 is on this scale."""
+    same_Tkk = sampler_ids_Tk[:, :, None] == dense_ids_Tk[:, None, :]
+    shared_Tkk = torch.minimum(sampler_logprobs_Tk[:, :, None], dense_logprobs_Tk[:, None, :]).exp()
+    return torch.where(same_Tkk, shared_Tkk, 0.0).sum(dim=(1, 2))
+
+
 def diagnose(
     log_xi: torch.Tensor,  # (T,)
     mask: torch.Tensor,  # (T,) bool
     rows: torch.Tensor,  # (T,)
     row_weights: torch.Tensor,  # (R,) 1 over each rollout's chance of being scored
-    overlap: torch.Tensor | None = None,  # (T,)
+    overlap: dict[str, torch.Tensor] | None = None,  # (T,) each, by name
 ) -> dict[str, float]:
     """The `mismatch/*` and `rollout_corr/*` metrics, as metrics.py defines them."""
     num_rows = len(row_weights)
@@ -59,9 +71,7 @@ def diagnose(
     metrics = {
         "rollout_corr/kl": mean(-log_ratio),
         "rollout_corr/k3_kl": mean(xi - log_ratio - 1.0),
-        "rollout_corr/rollout_is_eff_sample_size": float(
-            (weights * xi).sum() ** 2 / ((weights * xi * xi).sum() * weights.sum())
-        ),
+        "mismatch/ess_frac": float((weights * xi).sum() ** 2 / ((weights * xi * xi).sum() * weights.sum())),
         "mismatch/catastrophic_frac": mean((raw < math.log(CATASTROPHIC)).double()),
         "mismatch/catastrophic_rollout_frac": float(
             (row_weights * (lowest_R < math.log(CATASTROPHIC))).sum() / row_weights[present_R].sum()
@@ -70,12 +80,10 @@ def diagnose(
     }
     for name, value in zip(QUANTILES, weighted_quantiles(xi, weights, list(QUANTILES.values())), strict=True):
         metrics[f"mismatch/xi_{name}"] = value
-    if overlap is not None:
-        shared = overlap[mask].double()
-        metrics["mismatch/overlap_mean"] = mean(shared)
-        metrics["mismatch/overlap_p05"], metrics["mismatch/overlap_p01"] = weighted_quantiles(
-            shared, weights, [0.05, 0.01]
-        )
+    for name, values in (overlap or {}).items():
+        shared = values[mask].double()
+        p05, p01 = weighted_quantiles(shared, weights, [0.05, 0.01])
+        metrics |= {f"mismatch/{name}_mean": mean(shared), f"mismatch/{name}_p05": p05, f"mismatch/{name}_p01": p01}
     return metrics
 
 

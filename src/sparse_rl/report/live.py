@@ -31,8 +31,7 @@ class Live(Observer):
 
     def on_begin(self, trainer: Trainer) -> None:
         self.console = Console(stderr=True)
-        self.steps, self.shown, self.started = trainer.config.steps, time.perf_counter(), trainer.step
-        self.first: dict[str, Any] = {}
+        self.steps, self.shown = trainer.config.steps, time.perf_counter()
         settings = trainer.settings()
         parameters = sum(parameter.numel() for parameter in trainer.loaded.model.parameters())
         kv = settings["kv"]
@@ -64,7 +63,6 @@ class Live(Observer):
             self._print(f"{metrics['step']:>6} {cells}")
         evaluated = [cache for cache in ("dense", "sparse") if metrics.get(f"eval/{cache}/reward") is not None]
         if evaluated:
-            self.first = self.first or metrics
             found = ", ".join(f"{cache} cache {_reward(metrics, cache)}" for cache in evaluated)
             self._print(f"{metrics['step']:>6} held out: {found}")
 

@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -151,6 +152,10 @@ class Engine:
         )
         return [loop.rollout(sequence) for sequence in sequences]
 
+    def release(self) -> None:
+        """Give the pool's memory back; the next call makes a new one."""
+        self.cache = None
+
     @property
     def _context(self) -> int:
         """Most tokens the model's positions reach."""
@@ -251,5 +256,10 @@ class Engine:
 def free_bytes(device: torch.device) -> int:
     """Memory that can still be allocated on the device."""
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + cached
+    try:
+        lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+        return int(lines["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError):  # not Linux
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
@@ -51,11 +52,15 @@ class Head:
             logits = self.model(**inputs, logits_to_keep=predicting).logits[0]
             return _scores(logits, token_ids, temperature, at_ids, num_top)
         hidden = self.model.get_decoder()(**inputs).last_hidden_state[0, predicting]
-        size = max(1, CHUNK_LOGITS // self.model.get_output_embeddings().weight.shape[0])
+        weight = self.model.get_output_embeddings().weight
+        size = max(1, CHUNK_LOGITS // weight.shape[0])
+        if torch.is_grad_enabled() and weight.dtype.itemsize < 4:
+            weight = weight.float()  # the chunks' gradients meet here in fp32, and are rounded once
         chunks = []
         for start in range(0, len(token_ids), size):
             part = slice(start, start + size)
-            arguments = (hidden[part], token_ids[part], temperature, None if at_ids is None else at_ids[part], num_top)
+            ids = None if at_ids is None else at_ids[part]
+            arguments = (hidden[part], weight, token_ids[part], temperature, ids, num_top)
             if torch.is_grad_enabled():
                 chunks.append(checkpoint(self._chunk, *arguments, use_reentrant=False))
             else:
@@ -65,12 +70,15 @@ class Head:
     def _chunk(
         self,
         hidden: torch.Tensor,
+        weight: torch.Tensor,
         token_ids: torch.Tensor,
         temperature: float,
         at_ids: torch.Tensor | None,
         num_top: int,
     ) -> TokenScores:
-        logits = self.model.get_output_embeddings()(hidden) * self.scale
+        assert self.scale is not None
+        bias = getattr(self.model.get_output_embeddings(), "bias", None)
+        logits = linear(hidden, weight.to(hidden.dtype), bias) * self.scale
         return _scores(logits, token_ids, temperature, at_ids, num_top)
 
 

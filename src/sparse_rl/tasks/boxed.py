@@ -6,8 +6,12 @@ Compared as text and as a number; 1/2 and 0.5 are the same, \\frac{1}{2} is not.
 
 from __future__ import annotations
 
+import re
 from fractions import Fraction
 from typing import Any
+
+THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
+NUMBER = re.compile(r"[-+]?\d{1,50}(\.\d{1,50})?(/0*[1-9]\d{0,50})?")  # bounded: the text is the model's
 
 
 def boxed_answer(completions: list[Any], answer: list[Any], **columns: Any) -> list[float]:
@@ -30,8 +34,7 @@ def last_boxed(text: str) -> str | None:
 def same(given: str | None, right: str) -> bool:
     if given is None:
         return False
-    given, right = (value.replace(" ", "").replace(",", "").strip("$") for value in (given, right))
-    try:
+    given, right = (THOUSANDS.sub("", value.replace(" ", "").strip("$")) for value in (given, right))
+    if NUMBER.fullmatch(given) and NUMBER.fullmatch(right):
         return Fraction(given) == Fraction(right)
-    except (ValueError, ZeroDivisionError):
-        return given == right
+    return given == right

@@ -18,18 +18,19 @@ class Callbacks(Observer):
     """Calls on_train_begin, on_log, on_step_end, on_evaluate, on_save and on_train_end of each callback."""
 
     def __init__(self, report_to: tuple[str, ...] = (), callbacks: tuple[TrainerCallback, ...] = ()) -> None:
+        try:
+            import accelerate  # noqa: F401 - transformers' arguments need it
+        except ImportError as error:
+            raise ValueError("trainer.report_to and callbacks need accelerate; pip install accelerate.") from error
         self.callbacks: list[Any] = [*_integrations(report_to), *callbacks]
 
     def on_begin(self, trainer: Trainer) -> None:
         from transformers import TrainerControl, TrainerState, TrainingArguments
 
         config = trainer.config
-        try:
-            self.args = TrainingArguments(
-                output_dir=config.output_dir, max_steps=config.steps, report_to=[], use_cpu=True, seed=config.seed
-            )
-        except ImportError as error:
-            raise ValueError(f"trainer.report_to and callbacks need another package: {error}") from error
+        self.args = TrainingArguments(
+            output_dir=config.output_dir, max_steps=config.steps, report_to=[], use_cpu=True, seed=config.seed
+        )
         self.state = TrainerState(max_steps=config.steps, global_step=trainer.step, is_world_process_zero=True)
         self.control = TrainerControl()
         self.model = trainer.loaded.model

@@ -73,14 +73,18 @@ def read_state(folder: Path) -> dict[str, Any]:
 def restore(folder: Path, learner: Learner) -> None:
     """Put a checkpoint's weights and optimiser state into the learner."""
     masters = load_file(folder / "masters.safetensors")
-    own = learner.masters.state_dict()
-    wrong = sorted(own.keys() ^ masters.keys()) + [n for n in own if n in masters and own[n].shape != masters[n].shape]
+    ours = learner.masters.state_dict()
+    wrong = sorted(ours.keys() ^ masters.keys())
+    wrong += [name for name in ours if name in masters and ours[name].shape != masters[name].shape]
     if wrong:
         raise ValueError(
             f"checkpoint {folder} is of another model ({wrong[0]} differs); give the model it was trained from."
         )
     learner.masters.load_state_dict(masters)
-    learner.optimizer.load_state_dict(torch.load(folder / "optimizer.pt", weights_only=True))
+    settings = [{k: v for k, v in group.items() if k != "params"} for group in learner.optimizer.param_groups]
+    learner.optimizer.load_state_dict(torch.load(folder / "optimizer.pt", weights_only=True, map_location="cpu"))
+    for group, own in zip(learner.optimizer.param_groups, settings, strict=True):
+        group.update(own)  # the run's settings, not the checkpoint's
     learner.num_updates = read_state(folder)["num_updates"]
 
 

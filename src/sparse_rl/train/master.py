@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+HOOKS = "_master_weight_hooks"  # an attribute of the module
+
 
 class MasterWeights:
     """Owns the fp32 side of a module's trainable parameters; one of fp32 or more is its own master."""
@@ -20,9 +22,16 @@ class MasterWeights:
         self.masters = [
             p if p.dtype.itemsize >= 4 else nn.Parameter(p.detach().float().clone()) for p in self.parameters
         ]
-        for parameter, master in zip(self.parameters, self.masters, strict=True):
-            if master is not parameter:
-                parameter.register_post_accumulate_grad_hook(_move_gradient(master))
+        if not self.parameters:
+            raise ValueError("the model has no parameter that requires a gradient; there is nothing to train.")
+        for hook in getattr(module, HOOKS, []):  # of masters that were here before
+            hook.remove()
+        hooks = [
+            parameter.register_post_accumulate_grad_hook(_move_gradient(master))
+            for parameter, master in zip(self.parameters, self.masters, strict=True)
+            if master is not parameter
+        ]
+        setattr(module, HOOKS, hooks)
 
     def zero_grad(self) -> None:
         for master in self.masters:

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import platform
+import subprocess
 import sys
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -123,7 +124,7 @@ def rejected_records(
 
 
 def start_record(run: Path, settings: dict[str, Any], loaded: LoadedModel) -> None:
-    """run.json: the settings and the machine; kept from the first start when a run is resumed."""
+    """run.json: the settings and the machine of the last start, and when the run was first started."""
     path = run / "run.json"
     started = datetime.now(UTC).isoformat(timespec="seconds")
     if path.exists():
@@ -135,6 +136,7 @@ def start_record(run: Path, settings: dict[str, Any], loaded: LoadedModel) -> No
         "config": settings,
         "versions": {
             "sparse_rl": sparse_rl.__version__,
+            "commit": _commit(),
             "torch": torch.__version__,
             "transformers": transformers.__version__,
             "python": platform.python_version(),
@@ -146,6 +148,17 @@ def start_record(run: Path, settings: dict[str, Any], loaded: LoadedModel) -> No
     temporary = path.with_suffix(".tmp")
     temporary.write_text(json.dumps(record, indent=1) + "\n")
     os.replace(temporary, path)
+
+
+def _commit() -> str | None:
+    """The package's commit, if it runs from a repository."""
+    package = Path(sparse_rl.__file__).parent
+    command = ["git", "-C", str(package), "rev-parse", "--short", "HEAD"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return found.stdout.strip() or None
 
 
 def differences(before: dict[str, Any], after: dict[str, Any], prefix: str = "") -> list[str]:

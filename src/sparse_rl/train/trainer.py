@@ -58,7 +58,7 @@ class TrainerConfig:
     advantage: "grpo", "dr_grpo" (no division by the std), "rloo" or "remax" (against a greedy completion)
     seed: decides prompts, samples and everything else that is random
     save_every: steps between checkpoints; the best and the last are saved in any case
-    save_total_limit: checkpoints to keep, the best one among them
+    save_total_limit: checkpoints to keep; the best and the newest are kept in any case
     best_metric: the evaluation that decides which checkpoint is best, higher being better
     resume_from_checkpoint: true for the newest checkpoint of output_dir, or the path of one in it
     log_completions: completions written to completions.jsonl a step
@@ -129,25 +129,24 @@ class Trainer:
         self.kv = kv or Full()
         self.engine_config = engine or EngineConfig()
         self.correction = correction or PRESETS["sparse_rl"]
-        self.loss, self.update = loss or LossConfig(), update or UpdateConfig()
-        self.optimizer, self.eval = optimizer or OptimizerConfig(), eval or EvalConfig()
+        self.loss_config, self.update_config = loss or LossConfig(), update or UpdateConfig()
+        self.optimizer_config, self.eval_config = optimizer or OptimizerConfig(), eval or EvalConfig()
         self.sampling = replace(
             sampling or Sampling(n=8), top_logprobs=overlap_ids(loaded.vocab_size), seed=self.config.seed
         )
-        self.check(self.sampling, self.config)
+        self.check(self.sampling, self.update_config, self.config)
         for name, module in loaded.model.named_modules():
             if isinstance(module, torch.nn.Dropout) and module.p > 0:
                 raise ValueError(f"the model has dropout {module.p} in {name}; set it to 0 in its config.")
 
-        loaded.model.requires_grad_(True)
         masters = MasterWeights(loaded.model)
-        total = self.config.steps * self.update.num_updates
+        total = self.config.steps * self.update_config.num_updates
         self.learner = Learner(
             Head(loaded.model),
-            self.optimizer.build(masters),
+            self.optimizer_config.build(masters),
             masters,
-            ref_head=Head(copy.deepcopy(loaded.model).requires_grad_(False)) if self.loss.beta > 0 else None,
-            rate=lambda update: self.optimizer.rate(update, total),
+            ref_head=Head(copy.deepcopy(loaded.model).requires_grad_(False)) if self.loss_config.beta > 0 else None,
+            rate=lambda update: self.optimizer_config.rate(update, total),
         )
         self.engine = Engine(loaded, self.kv, self.engine_config)
         self.step, self.num_tokens = 0, 0
@@ -159,9 +158,9 @@ class Trainer:
     def train(self) -> None:
         """Run to the last step, from the start or from where `resume_from_checkpoint` says."""
         self._open()
-        for observer in self.observers:
-            observer.on_begin(self)
         try:
+            for observer in self.observers:
+                observer.on_begin(self)
             if self.step == 0:
                 self._finish_step({}, began=time.perf_counter())
             while self.step < self.config.steps:
@@ -189,6 +188,7 @@ class Trainer:
             rollouts = self.engine.generate(prompts, self._sampling_of(self.step), on_step=self._progress("rollout"))
         self.num_tokens += sum(len(rollout.prompt.ids) + len(rollout.token_ids) for rollout in rollouts)
         self.rollout_stats = self.engine.stats
+        self.engine.release()  # the update needs the memory
         return rollouts
 
     def _advantages(self, rollouts: list[Rollout], graded: Graded) -> torch.Tensor:
@@ -199,6 +199,7 @@ class Trainer:
             once = replace(self._sampling_of(self.step), n=1, temperature=0.0, top_logprobs=0)
             with self.timer("baseline"):
                 baseline = self.engine.generate(prompts, once, on_step=self._progress("baseline"))
+            self.engine.release()
             greedy = self.task.rewards.grade(baseline, self.loaded.tokenizer).rewards
         groups, known = torch.tensor(self._groups(rollouts)), ~graded.rewards.isnan()
         if greedy is not None:
@@ -215,8 +216,8 @@ class Trainer:
             advantages_R,
             self._groups(rollouts),
             self.correction,
-            self.loss,
-            self.update,
+            self.loss_config,
+            self.update_config,
             temperature=self.sampling.temperature,
             max_length=self.sampling.max_tokens,
             generator=torch.Generator().manual_seed(self._seed_of(self.step)),
@@ -226,7 +227,7 @@ class Trainer:
         """Evaluate if it is time, write the step's line, save if it is time."""
         last = self.step == self.config.steps
         metrics = {"step": self.step, "num_tokens": self.num_tokens, **metrics}
-        if self.step == 0 or last or (self.eval.every and self.step % self.eval.every == 0):
+        if self.step == 0 or last or (self.eval_config.every and self.step % self.eval_config.every == 0):
             metrics |= self._evaluate()
         if self.step and self.rollout_stats is not None:
             tokens = metrics["completions/mean_length"] * self.config.prompts_per_step * self.sampling.n
@@ -257,17 +258,19 @@ class Trainer:
 
     def _evaluate(self) -> dict[str, float]:
         """Held-out reward with the dense cache and, where it is another, the run's own."""
-        prompts = self.task.held_out(self.eval.prompts)
+        prompts = self.task.held_out(self.eval_config.prompts)
         if not prompts:
             return {}
-        sampling = self.eval.sampling(self.sampling.max_tokens, self.sampling.stop, self.sampling.stop_ids)
-        engines = {"dense": Engine(self.loaded, Full(), self.engine_config)}
-        if not isinstance(self.kv, Full):
-            engines["sparse"] = Engine(self.loaded, self.kv, self.engine_config)
+        sampling = self.eval_config.sampling(self.sampling.max_tokens, self.sampling.stop, self.sampling.stop_ids)
+        policies: dict[str, KVPolicy] = (
+            {"dense": Full()} if isinstance(self.kv, Full) else {"dense": Full(), "sparse": self.kv}
+        )
         metrics: dict[str, float] = {}
         with self.timer("eval"):
-            for cache, engine in engines.items():
+            for cache, policy in policies.items():
+                engine = Engine(self.loaded, policy, self.engine_config)
                 result = evaluate(engine, prompts, sampling, self.task.rewards, self._progress(f"eval/{cache}"))
+                engine.release()
                 metrics |= {f"eval/{cache}/{name}": value for name, value in result.items()}
         return metrics
 
@@ -356,20 +359,22 @@ class Trainer:
         """Every setting of the run, as run.json and the checkpoints have them."""
         return {
             "model": self.loaded.model.config.name_or_path,
+            "dtype": str(self.loaded.model.dtype).removeprefix("torch."),
+            "device": self.loaded.model.device.type,
             "task": task_settings(self.task),
             "kv": {"policy": self.kv.name, **asdict(self.kv)},
             "sampling": asdict(self.sampling),
             "engine": asdict(self.engine_config),
             "correction": {"preset": preset_name(self.correction), **asdict(self.correction)},
-            "loss": asdict(self.loss),
-            "update": asdict(self.update),
-            "optimizer": asdict(self.optimizer),
-            "eval": asdict(self.eval),
+            "loss": asdict(self.loss_config),
+            "update": asdict(self.update_config),
+            "optimizer": asdict(self.optimizer_config),
+            "eval": asdict(self.eval_config),
             "trainer": asdict(self.config),
         }
 
     @staticmethod
-    def check(sampling: Sampling, config: TrainerConfig) -> None:
+    def check(sampling: Sampling, update: UpdateConfig, config: TrainerConfig) -> None:
         """Refuse what would make the importance ratios, or the advantages, meaningless."""
         for name, off in (("top_p", 1.0), ("top_k", None)):
             if getattr(sampling, name) != off:
@@ -377,6 +382,11 @@ class Trainer:
                     f"sampling.{name} is {getattr(sampling, name)}, but training samples from the whole distribution: "
                     "a truncated one has other log-probs than the dense model's; leave it out."
                 )
+        if update.updates_per_rollout > config.prompts_per_step:
+            raise ValueError(
+                f"update.updates_per_rollout is {update.updates_per_rollout}, but a step has {config.prompts_per_step} "
+                "prompts, and a prompt's completions stay together; lower it, or raise trainer.prompts_per_step."
+            )
         if sampling.temperature == 0.0:
             raise ValueError("sampling.temperature is 0, but training needs samples that differ; set it above 0.")
         if sampling.n < 2 and config.advantage != "remax":

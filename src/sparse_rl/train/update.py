@@ -14,15 +14,15 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from sparse_rl.objective.correction import Corrected, Correction, correct
 from sparse_rl.objective.loss import LossConfig, policy_loss, token_scale
-from sparse_rl.objective.mismatch import diagnose, overlap_bounds
+from sparse_rl.objective.mismatch import TOP, diagnose, overlap_bounds, overlap_top
 from sparse_rl.score.head import TokenScores
-from sparse_rl.score.pack import Microbatch, flatten, pack
+from sparse_rl.score.pack import Completions, Microbatch, flatten, pack
 from sparse_rl.score.score import score_microbatch
 from sparse_rl.train.learner import Learner
 from sparse_rl.types import Rollout
@@ -74,33 +74,51 @@ class Updated:
 class Batch:
     """Rollouts with what is known of their T completion tokens; dense log-probs are nan until a forward has looked."""
 
-    def __init__(self, rollouts: list[Rollout], advantages: torch.Tensor, loss: LossConfig, device: torch.device):
-        self.rollouts, self.advantages = rollouts, advantages.to(device)
-        self.completions = flatten(rollouts, device)
-        self.rows, self.num_rows = self.completions.rows, len(rollouts)
-        self.dense_logprobs = torch.full_like(self.completions.sampler_logprobs, math.nan)
-        self.overlap = torch.full_like(self.completions.sampler_logprobs, math.nan)
+    def __init__(
+        self, rollouts: list[Rollout], completions: Completions, advantages: torch.Tensor, loss: LossConfig
+    ) -> None:
+        self.rollouts, self.completions, self.advantages, self.loss = rollouts, completions, advantages, loss
+        self.rows, self.num_rows, device = completions.rows, len(rollouts), completions.rows.device
+        self.dense_logprobs = torch.full_like(completions.sampler_logprobs, math.nan)
+        self.overlap: dict[str, torch.Tensor] = {}
         truncated = torch.tensor([rollout.finish_reason == "length" for rollout in rollouts], device=device)
         left_out = truncated & loss.mask_truncated_completions
-        self.in_loss = self.completions.mask & ~left_out[self.rows]
-        idle = (left_out | (self.advantages == 0)) & (loss.beta == 0)
+        self.in_loss = completions.mask & ~left_out[self.rows]
+        idle = (left_out | (advantages == 0)) & (loss.beta == 0)
         self.idle, self.working = idle.nonzero()[:, 0].tolist(), (~idle).nonzero()[:, 0].tolist()
 
-    def part(self, members: list[int], loss: LossConfig) -> Batch:
-        """Some of its rollouts, with what is known of them."""
+    def part(self, members: list[int]) -> Batch:
+        """Some of its rollouts, in order, with the dense log-probs that are known."""
         if len(members) == self.num_rows:
             return self
-        device = self.rows.device
-        part = Batch([self.rollouts[i] for i in members], self.advantages[members], loss, device)
-        tokens = torch.cat([(self.rows == i).nonzero()[:, 0] for i in members])
+        chosen = torch.tensor(members, device=self.rows.device)
+        tokens = torch.isin(self.rows, chosen).nonzero()[:, 0]
+        completions = replace(
+            self.completions,
+            num_rows=len(members),
+            token_ids=self.completions.token_ids[tokens],
+            rows=torch.searchsorted(chosen, self.rows[tokens]),
+            mask=self.completions.mask[tokens],
+            sampler_logprobs=self.completions.sampler_logprobs[tokens],
+            top_ids=None,
+            top_logprobs=None,
+        )
+        part = Batch([self.rollouts[i] for i in members], completions, self.advantages[chosen], self.loss)
         part.dense_logprobs = self.dense_logprobs[tokens]
         return part
 
     def observe(self, microbatch: Microbatch, scores: TokenScores) -> None:
-        tokens = microbatch.tokens.to(self.rows.device)
+        """Remember what a forward at the rollout's weights said."""
+        tokens, completions = microbatch.tokens.to(self.rows.device), self.completions
         self.dense_logprobs[tokens] = scores.logprobs.detach()
-        if scores.at_ids is not None and self.completions.top_logprobs is not None:
-            self.overlap[tokens] = overlap_bounds(self.completions.top_logprobs[tokens], scores.at_ids.detach())[0]
+        if completions.top_ids is None or completions.top_logprobs is None or scores.at_ids is None:
+            return
+        assert scores.top_ids is not None and scores.top_logprobs is not None
+        ids, logprobs, num_top = completions.top_ids[tokens], completions.top_logprobs[tokens], scores.top_ids.shape[1]
+        lower, upper = overlap_bounds(logprobs, scores.at_ids.detach())
+        top = overlap_top(ids[:, :num_top], logprobs[:, :num_top], scores.top_ids, scores.top_logprobs)
+        for name, values in (("overlap", lower), ("overlap_upper", upper), (f"overlap_top{TOP}", top)):
+            self.overlap.setdefault(name, torch.full_like(self.dense_logprobs, math.nan))[tokens] = values.float()
 
     def correct(self, tokens: torch.Tensor, correction: Correction) -> Corrected:
         """The correction of these tokens; what no forward has seen is left out."""
@@ -128,26 +146,30 @@ def update(
     generator: torch.Generator,  # decides minibatches and the sample of idle rollouts
 ) -> Updated:
     """Take the batch's updates. One with nothing to learn from, or a gradient that is not finite, changes nothing."""
-    batch = Batch(rollouts, advantages, loss, learner.device)
+    batch = Batch(rollouts, flatten(rollouts, learner.device), advantages.to(learner.device), loss)
+    num_top = 0 if batch.completions.top_ids is None else min(TOP, batch.completions.top_ids.shape[1])
     skip = config.skip_zero_rows and not correction.needs_batch  # a batch statistic runs over every token
     sampled, stands_for = _sample(batch.idle, skip, generator)
     score_first = config.score_first or correction.needs_batch or config.num_updates > 1
     for microbatch in pack(rollouts, config.max_tokens, sampled + batch.working if score_first else sampled):
         with torch.no_grad():
-            batch.observe(microbatch, score_microbatch(learner.head, batch.completions, microbatch, temperature))
-    results = [
-        _optimise(learner, batch.part(members, loss), correction, loss, config, score_first, temperature, max_length)
-        for members in _minibatches(groups, config, generator)
-    ]
+            scores = score_microbatch(learner.head, batch.completions, microbatch, temperature, num_top)
+        batch.observe(microbatch, scores)
+    step = Step(
+        correction=correction,
+        config=config,
+        temperature=temperature,
+        max_length=max_length,
+        num_top=0 if score_first else num_top,
+        scored=score_first,
+    )
+    results = [_optimise(learner, batch.part(members), step) for members in _minibatches(groups, config, generator)]
     accepted = batch.correct(batch.tokens, correction).accepted.cpu()
     row_weights = torch.zeros(batch.num_rows)
     row_weights[batch.working] = 1.0
     row_weights[sampled] = stands_for
     metrics = _diagnostics(batch, accepted, row_weights)
-    # A share of n idle rows, estimated from m of them, is off by at most 0.5 / sqrt(m), less what m of n already know.
-    num_idle, num_sampled = len(batch.idle), max(len(sampled), 1)
-    spread = 0.5 * math.sqrt((1 / num_sampled) * (1 - num_sampled / num_idle)) if num_idle > num_sampled else 0.0
-    metrics["mismatch/sampling_se"] = spread * num_idle / batch.num_rows
+    metrics["mismatch/sampling_se"] = _sampling_se(len(batch.idle), len(sampled)) * len(batch.idle) / batch.num_rows
     metrics |= {name: sum(result[name] for result in results) / len(results) for name in results[0]}
     metrics["correction/skipped_updates"] *= len(results)
     metrics["train/working_frac"] = len(batch.working) / batch.num_rows
@@ -182,30 +204,41 @@ def _sample(idle: list[int], skip: bool, generator: torch.Generator) -> tuple[li
     return sorted(idle[i] for i in order), len(idle) / count
 
 
-def _optimise(
-    learner: Learner,
-    batch: Batch,
-    correction: Correction,
-    loss: LossConfig,
-    config: UpdateConfig,
-    scored: bool,
-    temperature: float,
-    max_length: int,
-) -> dict[str, float]:
+def _sampling_se(num_idle: int, num_sampled: int) -> float:
+    """Standard error, at most, of a share of the idle rows estimated from a sample without replacement."""
+    if num_idle <= num_sampled:
+        return 0.0
+    return 0.5 * math.sqrt((num_idle - num_sampled) / ((num_idle - 1) * num_sampled))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """What all updates of a batch have in common."""
+
+    correction: Correction
+    config: UpdateConfig
+    temperature: float
+    max_length: int
+    num_top: int  # of the model's own, for overlap
+    scored: bool  # the dense log-probs are known
+
+
+def _optimise(learner: Learner, batch: Batch, step: Step) -> dict[str, float]:
     """One optimiser step on the batch."""
+    correction, loss = step.correction, batch.loss
     corrected = batch.correct(batch.tokens, correction)
     counted = batch.in_loss & corrected.kept if correction.denominator == "surviving" else batch.in_loss
-    scale = token_scale(counted, batch.rows, batch.num_rows, loss.aggregation, max_length)
+    scale = token_scale(counted, batch.rows, batch.num_rows, loss.aggregation, step.max_length)
     working = batch.working
-    if scored and loss.beta == 0:  # rejected rollouts have nothing to learn from
+    if step.scored and loss.beta == 0:  # rejected rollouts have nothing to learn from
         accepted = corrected.accepted.tolist()
         working = [i for i in working if accepted[i]]
     learner.masters.zero_grad()
-    totals = torch.zeros(5, dtype=torch.float64, device=batch.rows.device)  # loss, clipped, kl, tokens, used
-    for microbatch in pack(batch.rollouts, config.max_tokens, working):
+    totals = torch.zeros(4, dtype=torch.float64, device=batch.rows.device)  # loss, clipped, kl, used
+    for microbatch in pack(batch.rollouts, step.config.max_tokens, working):
         tokens = microbatch.tokens.to(batch.rows.device)
-        scores = score_microbatch(learner.head, batch.completions, microbatch, temperature)
-        if scored:
+        scores = score_microbatch(learner.head, batch.completions, microbatch, step.temperature, step.num_top)
+        if step.scored:
             weight = corrected.weight[tokens]
         else:
             batch.observe(microbatch, scores)
@@ -213,7 +246,7 @@ def _optimise(
         reference = None
         if loss.beta > 0 and learner.ref_head is not None:
             with torch.no_grad():
-                reference = score_microbatch(learner.ref_head, batch.completions, microbatch, temperature).logprobs
+                reference = score_microbatch(learner.ref_head, batch.completions, microbatch, step.temperature).logprobs
         weight = torch.where(batch.in_loss[tokens], weight, 0.0)
         output = policy_loss(
             scores.logprobs,
@@ -230,17 +263,18 @@ def _optimise(
         output.loss.backward()
         used = (weight != 0) | (counted[tokens] & (loss.beta > 0))
         kl = output.kl.sum() if output.kl is not None else totals.new_zeros(())
-        parts = [output.loss.detach(), output.clipped.sum(), kl, batch.in_loss[tokens].sum(), used.sum()]
+        parts = [output.loss.detach(), output.clipped.sum(), kl, used.sum()]
         totals += torch.stack([part.double() for part in parts])
-    total_loss, clipped, total_kl, num_tokens, used_tokens = totals.tolist()
+    counts = torch.stack([batch.in_loss.sum(), counted.sum()]).double()
+    total_loss, clipped, total_kl, used_tokens, in_loss, num_counted = torch.cat([totals, counts]).tolist()
     if batch.working and not used_tokens:
         logger.warning(
             "all %d rollouts with a loss were rejected or masked: this update changes nothing.", len(batch.working)
         )
-    metrics = {"loss": total_loss, "clip_ratio/region_mean": clipped / max(num_tokens, 1.0)}
+    metrics = {"loss": total_loss, "clip_ratio/region_mean": clipped / max(in_loss, 1.0)}
     if loss.beta > 0:
-        metrics["kl"] = total_kl / max(num_tokens, 1.0)
-    return metrics | learner.step(config.max_grad_norm, skip=not used_tokens)
+        metrics["kl"] = total_kl / max(num_counted, 1.0)
+    return metrics | learner.step(step.config.max_grad_norm, skip=not used_tokens)
 
 
 def _diagnostics(batch: Batch, accepted: torch.Tensor, row_weights: torch.Tensor) -> dict[str, float]:
@@ -251,8 +285,8 @@ def _diagnostics(batch: Batch, accepted: torch.Tensor, row_weights: torch.Tensor
     metrics = {"mismatch/coverage": float(scored.float().mean())}
     if not bool(mask.any()):
         return metrics
-    overlap = batch.overlap.cpu()
     log_xi = (batch.dense_logprobs - batch.completions.sampler_logprobs).cpu()
-    metrics |= diagnose(log_xi, mask, rows, row_weights, None if bool(overlap[mask].isnan().any()) else overlap)
+    overlap = {name: values.cpu() for name, values in batch.overlap.items()}
+    metrics |= diagnose(log_xi, mask, rows, row_weights, overlap)
     rejected = (row_weights * ~accepted).sum() / row_weights.sum()
     return metrics | {"correction/rejection_rate": float(rejected)}
