@@ -32,6 +32,8 @@ def main() -> None:
     parser.add_argument("--problems", type=int, default=512)
     parser.add_argument("--runs", type=Path, default=Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S"))
     args = parser.parse_args()
+    if args.steps < 1 or args.problems < 2:
+        parser.error("--steps must be at least 1 and --problems at least 2")
     began = time.time()
     for arm, preset in ARMS.items():
         settings = {

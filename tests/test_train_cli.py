@@ -194,7 +194,7 @@ GIVEN = {  # a value in TRL's words, and the setting it becomes, or why training
 def base(tmp_path_factory):
     """A file that names a task of one's own, and its settings."""
     path = tmp_path_factory.mktemp("base") / "base.yaml"
-    path.write_text(yaml.safe_dump(OWN))
+    path.write_text(yaml.safe_dump(OWN | {"kv": {"policy": "rkv"}}))
     return str(path), resolved("--config", str(path))
 
 
@@ -287,7 +287,8 @@ def test_a_name_and_its_counterpart_in_one_file_are_refused(config):
     for name, setting in NAMES.items():
         *sections, key = setting.split(".")
         if key != name or sections:
-            both = {name: 1} | ({sections[0]: {key: 1}} if sections else {key: 1})
+            value = "grpo" if name == "loss_type" else 1
+            both = {name: value} | ({sections[0]: {key: value}} if sections else {key: value})
             with pytest.raises(ValueError, match=f"{name} and {setting} are the same setting; give one of them"):
                 translate_keys(both)
     result = train("--config", config("sampling: {n: 8}\nnum_generations: 8\n"), "--dry-run")
@@ -314,7 +315,7 @@ BAD = {
     "no train file": (["--task.name", "jsonl"], "task.train_file is missing"),
     "unknown preset": (["--correction.preset", "sparse"], "correction.preset is 'sparse'; choose one of"),
     "unknown advantage": (["--trainer.advantage", "gae"], "trainer.advantage is 'gae'; choose one of"),
-    "unknown loss": (["--loss_type", "ppo"], "loss.aggregation is 'ppo'; choose one of"),
+    "unknown loss": (["--loss_type", "ppo"], "loss_type is 'ppo'; grpo, dr_grpo, dapo, bnpo say how"),
     "negative steps": (["--trainer.steps", "-1"], "trainer.steps is -1; it must be at least 0"),
     "one sample": (["--sampling.n", "1"], "sampling.n is 1, but advantage 'grpo' compares the completions"),
     "top_p": (["--sampling.top_p", "0.9"], "sampling.top_p is 0.9, but training samples from the whole distribution"),
@@ -414,7 +415,7 @@ def finished(tmp_path_factory):
 def test_a_run_writes_its_folder_and_says_how_it_goes(finished):
     folder, (code, out, err) = finished
     assert (code, out) == (0, "")
-    written = {"run.json", "metrics.jsonl", "completions.jsonl", "rejected.jsonl", "checkpoint-2"}
+    written = {"run.json", "metrics.jsonl", "completions.jsonl", "rejected.jsonl", "checkpoint-2", ".lock"}
     assert {path.name for path in folder.iterdir()} == written
     settings = json.loads((folder / "run.json").read_text())["config"]
     assert settings["task"] == {"name": "chain", "letters": 2, "steps": 2, "filler": 0}
@@ -557,3 +558,27 @@ def test_help_names_every_section_and_trl():
     for setting in ("--loss.beta", "--optimizer.warmup", "--update.max_tokens", "--eval.prompts", "--engine.rows"):
         assert setting in out
     assert "TRL's names" in out and "--sampling.seed" not in out
+
+
+def test_a_flag_may_name_another_policy_than_the_recipe():
+    settings = resolved("--kv.policy", "full", "--correction.preset", "none")
+    assert settings["kv.policy"] == "full"
+    settings = resolved("--kv.policy=streaming")
+    assert (settings["kv.policy"], settings["kv.budget"], settings["kv.interval"]) == ("streaming", 56, 8)
+    settings = resolved("--config", "qwen2.5-1.5b.yaml", "--kv.policy", "streaming")
+    assert settings["kv.budget"] == 512
+
+
+def test_a_presets_value_is_switched_off_by_0_and_not_by_null(config):
+    result = train("--config", config("correction: {preset: sparse_rl, veto: null}\n"), "--dry-run")
+    assert_one_sentence(result, "correction.veto is null in")
+    assert resolved("--correction.veto", "0")["correction.veto"] == 0
+
+
+def test_one_setting_under_two_names_is_refused():
+    result = train("--num_generations", "4", "--sampling.n", "3", "--dry-run")
+    assert_one_sentence(result, "--num_generations and --sampling.n are the same setting")
+
+
+def test_a_loss_type_that_is_a_surrogate_is_pointed_to():
+    assert_one_sentence(train("--loss_type", "cispo", "--dry-run"), "loss.surrogate has cispo")

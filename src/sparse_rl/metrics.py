@@ -13,7 +13,7 @@ import os
 import re
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -120,8 +120,14 @@ class RunLog:
     def write(self, name: str, record: dict[str, Any]) -> None:
         """One line; a number that JSON does not know becomes null."""
         line = json.dumps({key: _json(value) for key, value in record.items()}, allow_nan=False)
-        self.files[name].write(line.encode() + b"\n")
-        self.files[name].flush()
+        try:
+            self.files[name].write(line.encode() + b"\n")
+            self.files[name].flush()
+        except OSError as error:
+            path = self.files[name].name
+            raise OSError(
+                f"{path} could not be written ({error.strerror}); make room on the disk, then resume."
+            ) from error
 
     def sizes(self) -> dict[str, int]:
         """Bytes on disk of each file, for a checkpoint."""
@@ -131,7 +137,8 @@ class RunLog:
 
     def close(self) -> None:
         for file in self.files.values():
-            file.close()
+            with suppress(OSError):  # what a full disk did not take
+                file.close()
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:

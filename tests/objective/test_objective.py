@@ -150,3 +150,10 @@ def test_dropped_tokens_have_no_gradient_even_if_broken():
 def test_bad_settings_are_named(build, message):
     with pytest.raises(ValueError, match=message):
         build()
+
+
+def test_bounds_without_weights_to_truncate_are_refused():
+    with pytest.raises(ValueError, match=r"correction.weight is false"):
+        Correction(weight=False, upper=2.0)
+    assert Correction(weight=False, lower=0.0, upper=float("inf")).weight is False
+    assert Correction(weight=False, upper=2.0, action="mask").upper == 2.0

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import small_run
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from small_run import small_trainer
 
@@ -23,6 +24,7 @@ from sparse_rl.model.load import load
 from sparse_rl.model.tiny import tiny_model, tiny_tokenizer
 from sparse_rl.objective.loss import LossConfig
 from sparse_rl.train import OptimizerConfig, UpdateConfig, checkpoint
+from sparse_rl.train.folder import lock
 
 POINTS = list(small_run.POINTS)
 
@@ -116,13 +118,17 @@ def test_there_must_be_a_run_to_resume(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "masters.safetensors", "optimizer.pt", "config.json"])
-@pytest.mark.parametrize("damage", ["truncate", "delete"])
+@pytest.mark.parametrize("damage", ["truncate", "change", "delete"])
 def test_a_damaged_checkpoint_is_refused(whole, tmp_path, name, damage):
     run = tmp_path / "run"
     shutil.copytree(whole, run)
     last = checkpoint.checkpoints(run)[-1]
     if damage == "truncate":
         (last / name).write_bytes((last / name).read_bytes()[:-5])
+    elif damage == "change":
+        content = bytearray((last / name).read_bytes())
+        content[len(content) // 2] ^= 1
+        (last / name).write_bytes(bytes(content))
     else:
         (last / name).unlink()
     logs = (run / "metrics.jsonl").read_bytes()
@@ -132,6 +138,38 @@ def test_a_damaged_checkpoint_is_refused(whole, tmp_path, name, damage):
     (last / checkpoint.STATE).write_text("{")
     with pytest.raises(ValueError, match="is not a checkpoint of a run"):
         small_trainer(run, resume_from_checkpoint=True).train()
+
+
+def test_going_back_says_what_it_removes_and_checks_first(whole, tmp_path, caplog):
+    run = tmp_path / "run"
+    shutil.copytree(whole, run)
+    first, last = checkpoint.checkpoints(run)
+    with pytest.raises(ValueError, match=rf"trainer.steps is 1, but {first.name} is beyond it"):
+        small_trainer(run, steps=1, resume_from_checkpoint=str(first)).train()
+    assert checkpoint.checkpoints(run) == [first, last]
+    assert (run / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()
+    (run / "run.json").write_text("")
+    small_trainer(run, resume_from_checkpoint=str(first)).train()
+    assert f"{last.name} removed: the run goes on from step" in caplog.text
+    assert "run.json was damaged" in caplog.text
+    assert_same_run(run, whole)
+
+
+def test_a_run_whose_checkpoints_are_gone_keeps_its_logs(whole, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(whole, run)
+    for folder in checkpoint.checkpoints(run):
+        shutil.rmtree(folder)
+    with pytest.raises(ValueError, match="has taken 4 steps, but its checkpoints are gone"):
+        small_trainer(run, resume_from_checkpoint=True).train()
+    assert (run / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()
+
+
+def test_two_processes_do_not_share_a_run(tmp_path):
+    (tmp_path / "run").mkdir()
+    with lock(tmp_path / "run"), pytest.raises(ValueError, match="another process is training in"):
+        small_trainer(tmp_path / "run").train()
+    small_trainer(tmp_path / "run", steps=1).train()
 
 
 def test_a_checkpoint_of_another_model_is_refused(whole, tmp_path):
@@ -148,16 +186,24 @@ def test_a_checkpoint_of_another_model_is_refused(whole, tmp_path):
     assert (run / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()
 
 
-def test_a_full_disk_keeps_the_last_checkpoint(whole, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("writer", "error"),
+    [
+        ("save_file", SafetensorError("I/O error: No space left on device (os error 28)")),
+        ("_to_disk", OSError(28, "No space left on device")),
+        ("torch.save", RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos\nframe #0")),
+    ],
+)
+def test_a_full_disk_keeps_the_last_checkpoint(whole, tmp_path, monkeypatch, writer, error):
     run = tmp_path / "run"
     shutil.copytree(whole, run)
     before = [path.name for path in checkpoint.checkpoints(run)]
 
     def full(*_, **__):
-        raise OSError(28, "No space left on device")
+        raise error
 
-    monkeypatch.setattr(checkpoint, "save_file", full)
-    with pytest.raises(OSError, match="No space left"):
+    monkeypatch.setattr(f"{checkpoint.__name__}.{writer}", full)
+    with pytest.raises(OSError, match=r"checkpoint-5 could not be written \(.*; make room on the disk, then resume"):
         small_trainer(run, resume_from_checkpoint=True, steps=5).train()
     assert [path.name for path in checkpoint.checkpoints(run)] == before
     assert not list(run.glob("*.tmp"))

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
-from small_run import CHAIN, TASK, TEMPERATURE, small_trainer
+from small_run import CHAIN, TASK, TEMPERATURE, digits, small_trainer
 
 from sparse_rl.evaluate import EvalConfig, evaluate
 from sparse_rl.kv import RKV, Full
@@ -19,19 +20,16 @@ from sparse_rl.model.load import load
 from sparse_rl.objective.correction import PRESETS, Correction
 from sparse_rl.objective.loss import LossConfig
 from sparse_rl.rollout import Engine, EngineConfig, Sampling
-from sparse_rl.tasks import Chain, Rewards, Rows
+from sparse_rl.tasks import Chain, Graded, Rewards, Rows
 from sparse_rl.train import Observer, OptimizerConfig, UpdateConfig
 from sparse_rl.train.callbacks import Callbacks
-from sparse_rl.train.record import repetition
+from sparse_rl.train.record import repetition, rollout_metrics
+from sparse_rl.types import KVStats
 
 
 def graded_by(function):
     """The small task with another reward and nothing to evaluate on."""
     return SimpleNamespace(rewards=Rewards((function,)), stream=TASK.stream, held_out=lambda count: [])
-
-
-def length(completion_ids, **_):
-    return [float(len(ids)) for ids in completion_ids]
 
 
 def test_a_run_writes_what_it_did(tmp_path):
@@ -214,6 +212,29 @@ def test_pools_are_freed_when_they_are_not_needed(tmp_path, monkeypatch):
     assert held == [None]
 
 
+def test_trackers_of_the_settings_are_used(tmp_path):
+    with pytest.raises(ValueError, match="report_to 'nonsense' cannot be used"):
+        small_trainer(tmp_path / "run", report_to=("nonsense",))
+    with pytest.raises(ValueError, match=r"kv.policy full has no sparse cache"):
+        small_trainer(tmp_path / "run", best_metric="eval/sparse/reward", parts={"kv": Full()})
+
+
+def test_a_prompt_beyond_the_context_is_named_before_anything_runs(tmp_path):
+    loaded = load("embedded")
+    task = Rows([{"prompt": "a|"}, {"prompt": "b" * 5000}], Rewards((digits,)), loaded.tokenizer)
+    with pytest.raises(ValueError, match=r"that begins 'bbbb.* has 5000 tokens, and the model's context is 4096"):
+        small_trainer(tmp_path / "run", task=task, loaded=loaded)
+
+
+def test_a_batch_that_was_cut_off_as_a_whole_is_warned_of(tmp_path, caplog):
+    parts = {
+        "loss": LossConfig(mask_truncated_completions=True),
+        "sampling": Sampling(n=4, max_tokens=8, temperature=2.5),
+    }
+    small_trainer(tmp_path / "run", steps=1, parts=parts).train()
+    assert "ran into the length limit and are masked" in caplog.text
+
+
 def test_dropout_is_refused(tmp_path):
     loaded = load("embedded")
     loaded.model.model.layers[0].mlp.add_module("dropout", torch.nn.Dropout(0.1))
@@ -289,14 +310,40 @@ def test_transformers_callbacks_see_the_run(tmp_path):
 def test_evaluation_equals_the_mean_over_prompts_by_hand():
     loaded = load("embedded")
     engine = Engine(loaded, RKV(budget=12, interval=4, window=4), EngineConfig(rows=8))
-    prompts, sampling = CHAIN.held_out(5), Sampling(n=3, max_tokens=24, seed=3)
-    got = evaluate(engine, prompts, sampling, Rewards((length,)))
+    prompts, sampling = CHAIN.held_out(5), Sampling(n=3, max_tokens=24, seed=3, temperature=TEMPERATURE)
+    got = evaluate(engine, prompts, sampling, Rewards((digits,)))
     rollouts = engine.generate(prompts, sampling)
-    means = torch.tensor([len(r.token_ids) for r in rollouts]).double().view(5, 3).mean(1)
-    assert got["reward"] == pytest.approx(float(means.mean()))
-    assert got["reward_se"] == pytest.approx(float(means.std()) / math.sqrt(5))
+    texts = [loaded.tokenizer.decode(rollout.token_ids) for rollout in rollouts]
+    means = [sum(digits(texts[3 * i : 3 * i + 3])) / 3 for i in range(5)]
+    assert len(set(means)) == 5
+    assert got["reward"] == pytest.approx(statistics.mean(means))
+    assert got["reward_se"] == pytest.approx(statistics.stdev(means) / math.sqrt(5))
     held, full = (sum(x) for x in zip(*[(sum(r.kv.held), r.kv.full) for r in rollouts], strict=True))
     assert got["kv_saved_frac"] == pytest.approx(1 - held / full)
+
+
+def test_rollout_metrics_by_hand():
+    """Two groups of two: lengths 3, 5 and 2, 4; the second group's rewards are equal."""
+
+    def rollout(length, reason, peak, held):
+        return SimpleNamespace(
+            token_ids=torch.arange(length),
+            finish_reason=reason,
+            prompt=SimpleNamespace(ids=(1, 2)),
+            kv=KVStats(held=held, full=10, hybrid=10.0, peak=peak, peak_bytes=0, num_compressions=0),
+        )
+
+    rollouts = [
+        rollout(3, "stop", 4, (2, 3)), rollout(5, "length", 4, (1, 1)), rollout(2, "stop", 3, (4,)),
+        rollout(4, "stop", 4, (5, 4)),
+    ]  # fmt: skip
+    graded = Graded(rewards=torch.tensor([0.0, 1.0, 2.0, 2.0]).double(), by_function={})
+    got = rollout_metrics(rollouts, graded, [0, 0, 1, 1])
+    assert got["completions/mean_length"] == 3.5 and got["completions/mean_terminated_length"] == 3.0
+    assert (got["completions/min_length"], got["completions/max_length"]) == (2.0, 5.0)
+    assert got["completions/clipped_ratio"] == 0.25 and got["frac_reward_zero_std"] == 0.5
+    assert got["kv/saved_frac"] == 1 - 20 / 40
+    assert got["kv/peak_frac"] == pytest.approx(15 / (4 + 6 + 3 + 5))
 
 
 def test_repetition_by_hand():

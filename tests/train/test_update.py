@@ -270,6 +270,12 @@ def test_two_iterations_move_along_the_second_ones_own_ratio(rollouts):
             parameter.data -= step
     moved, metrics = gradient(rollouts, PRESETS["none"], LossConfig(aggregation="sequence_mean"), num_iterations=2)
     close(moved, [b - p.detach() for b, p in zip(before, parameters, strict=True)], tolerance=1e-6)
+    # The clip decides where rho has left [0.8, 1.2] on the side the advantage pushes to; nothing is clipped in step 1.
+    clipped = [
+        ((new - first).exp() > 1.2 if advantage > 0 else (new - first).exp() < 0.8) & (advantage != 0)
+        for advantage, new, first in zip(ADVANTAGES, logprobs, old, strict=True)
+    ]
+    assert metrics["clip_ratio/region_mean"] == pytest.approx(float(torch.cat(clipped).double().mean()) / 2, rel=1e-6)
     assert metrics["clip_ratio/region_mean"] > 0
 
 

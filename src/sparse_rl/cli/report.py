@@ -20,6 +20,8 @@ def run(arguments: list[str]) -> None:
     parser.add_argument("--output", type=str, default="report.html", help="the page to write")
     parser.add_argument("--png", type=str | None, default=None, help="folder that also gets every plot as a PNG")
     settings = parse(parser, arguments)
+    if Path(settings.output).is_dir():
+        raise ValueError(f"--output {settings.output!r} is a folder; name the page, such as report.html.")
     from sparse_rl.report.page import write_report
 
     write_report(

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import logging
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from importlib import resources
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,13 +35,15 @@ TRAINER_SETS = ("seed", "top_logprobs")  # of the sampling settings
 
 
 def run(arguments: list[str]) -> None:
-    settings = parse(_parser(), _with_recipe(_configs_first(translate(arguments))), tuple(NAMES))
+    settings = parse(_parser(), _configs_first(_with_recipe(translate(arguments))), tuple(NAMES))
     from sparse_rl.config import build_correction, build_kv, build_section, build_task
     from sparse_rl.evaluate import EvalConfig
     from sparse_rl.model.load import load
     from sparse_rl.objective.loss import LossConfig
     from sparse_rl.rollout import EngineConfig, Sampling
     from sparse_rl.train import OptimizerConfig, Trainer, TrainerConfig, UpdateConfig
+    from sparse_rl.train.config import check_settings
+    from sparse_rl.train.folder import check_folder
 
     for key in ("model", "device", "kv", "task", "correction"):
         if settings[key] is None:
@@ -58,19 +61,17 @@ def run(arguments: list[str]) -> None:
         "eval": build_section(EvalConfig, "eval", settings["eval"]),
         "config": build_section(TrainerConfig, "trainer", settings["trainer"]),
     }
-    Trainer.check(parts["sampling"], parts["update"], parts["config"])
+    check_settings(parts["sampling"], parts["update"], parts["kv"], parts["config"])
     if settings.dry_run:
         print(yaml.dump(_resolved(settings, task, parts), Dumper=_Lists, sort_keys=False), end="")
         return
     from sparse_rl.report.live import Live
-    from sparse_rl.train.callbacks import Callbacks
 
     logging.basicConfig(format="sparse-rl: %(levelname)s: %(message)s", level=logging.WARNING, stream=sys.stderr)
-    Trainer.check_folder(parts["config"])
+    check_folder(parts["config"])
     quiet_bars()
     loaded = load(settings.model, dtype=dtype, device=settings.device)
-    observers = [Live()] + ([Callbacks(parts["config"].report_to)] if parts["config"].report_to else [])
-    Trainer(loaded, task.build(loaded.tokenizer), observers=tuple(observers), **parts).train()
+    Trainer(loaded, task.build(loaded.tokenizer), observers=(Live(),), **parts).train()
 
 
 def _parser() -> ArgumentParser:
@@ -104,7 +105,7 @@ def _parser() -> ArgumentParser:
 def _with_recipe(arguments: list[str]) -> list[str]:
     """The default recipe before everything else, unless a model or a config is named."""
     named = any(argument.split("=")[0] in ("--model", "--config") for argument in arguments)
-    return arguments if named else ["--config", _recipe("default.yaml").read_text(), *arguments]
+    return arguments if named else ["--config", "default.yaml", *arguments]
 
 
 def _configs_first(arguments: list[str]) -> list[str]:
@@ -119,11 +120,28 @@ def _configs_first(arguments: list[str]) -> list[str]:
         path = value if equals else next(given, None)
         if path is None:
             raise ValueError("--config needs the name of a file or a recipe.")
-        configs += ["--config", _config_text(path)]
-    return configs + others
+        configs.append(_config(path))
+    for config in configs:
+        _drop_unfit(config, others)
+    return [*(text for config in configs for text in ("--config", yaml.safe_dump(config))), *others]
 
 
-def _config_text(name: str) -> str:
+def _drop_unfit(config: dict[str, Any], flags: list[str]) -> None:
+    """Where a flag names another policy or task than the file, leave out the file's settings that it does not have."""
+    from sparse_rl.kv import POLICIES
+    from sparse_rl.tasks import TASKS
+
+    for section, key, components in (("kv", "policy", POLICIES), ("task", "name", TASKS)):
+        option = f"--{section}.{key}"
+        named = [flag.partition("=")[2] for flag in flags if flag.startswith(f"{option}=")]
+        named += [value for flag, value in pairwise(flags) if flag == option]
+        settings = config.get(section)
+        if named and named[-1] in components and isinstance(settings, dict) and settings.get(key) != named[-1]:
+            known = {field.name for field in fields(components[named[-1]])}
+            config[section] = {name: value for name, value in settings.items() if name in known}
+
+
+def _config(name: str) -> dict[str, Any]:
     path = Path(name)
     recipe = _recipe(name)
     if not path.exists() and not recipe.is_file():
@@ -135,7 +153,15 @@ def _config_text(name: str) -> str:
         raise ValueError(f"{name} is not YAML: {error}") from error
     if not isinstance(settings, dict):
         raise ValueError(f"{name} is not a table of settings; write lines of the form `key: value`.")
-    return yaml.safe_dump(translate_keys(settings))
+    settings = translate_keys(settings)
+    correction = settings.get("correction")
+    for key, value in (correction if isinstance(correction, dict) else {}).items():
+        if value is None and key != "preset":
+            raise ValueError(
+                f"correction.{key} is null in {name}, which would leave the preset's; leave it out, or give 0 (or .inf "
+                "for upper) to switch it off."
+            )
+    return settings
 
 
 def _recipe(name: str) -> Any:
@@ -148,7 +174,8 @@ def _resolved(settings: Namespace, task: Any, parts: dict[str, Any]) -> dict[str
     sections["trainer"] = asdict(parts["config"])
     sections["task"] = {"name": task.name, **asdict(task)}
     sections["kv"] = {"policy": parts["kv"].name, **asdict(parts["kv"])}
-    sections["correction"] = {"preset": settings.correction.preset, **asdict(parts["correction"])}
+    given = {key: value for key, value in asdict(parts["correction"]).items() if value is not None}
+    sections["correction"] = {"preset": settings.correction.preset, **given}
     for name in ("sampling", "loss", "optimizer", "update", "eval", "engine"):
         sections[name] = asdict(parts[name])
     for name in TRAINER_SETS:

@@ -78,6 +78,7 @@ REFUSED: dict[str, str] = {
     "vllm_importance_sampling_correction": "give correction.preset",
     "min_p": "training samples from the whole distribution",
     "repetition_penalty": "training samples from the whole distribution",
+    "gradient_checkpointing": "only the head's logits are computed again in the backward pass",
     "log_completions": "give trainer.log_completions, completions a step",
 }
 
@@ -85,12 +86,15 @@ REFUSED: dict[str, str] = {
 def translate(arguments: list[str]) -> list[str]:
     """The arguments with TRL's flags as our own."""
     translated = list(arguments)
+    given: dict[str, str] = {}
     for i, argument in enumerate(arguments):
         if not argument.startswith("--") or (i and arguments[i - 1] == "--config"):
             continue
         name, equals, value = argument[2:].partition("=")
         if name in REFUSED:
             raise ValueError(f"--{name} has no counterpart here: {REFUSED[name]}.")
+        if given.setdefault(NAMES.get(name, name), name) != name:
+            raise ValueError(f"--{given[NAMES.get(name, name)]} and --{name} are the same setting; give one of them.")
         if name not in NAMES:
             continue
         translated[i] = f"--{NAMES[name]}" + (f"={_value(name, value)}" if equals else "")
@@ -114,7 +118,8 @@ def translate_keys(settings: dict[str, Any]) -> dict[str, Any]:
             other = name if name != key else given[key]
             raise ValueError(f"{other} and {key} are the same setting; give one of them.")
         given[key] = name
-        known = VALUES.get(name, {}).get(str(value).lower())
+        known = _value(name, str(value)) if name in VALUES else None
+        known = None if known == str(value) else known
         *sections, last = key.split(".")
         place = translated
         for section in sections:
@@ -135,4 +140,8 @@ def _flat(settings: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 def _value(name: str, value: str) -> str:
+    if name == "loss_type" and value.lower() not in VALUES[name]:
+        raise ValueError(
+            f"loss_type is {value!r}; {', '.join(VALUES[name])} say how to average, and loss.surrogate has cispo, gspo."
+        )
     return VALUES.get(name, {}).get(value.lower(), value)

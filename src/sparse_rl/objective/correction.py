@@ -23,8 +23,8 @@ class Correction:
 
     weight: multiply a token's loss by the ratio
     level: whose ratio is weighed and bounded: the token's, the sequence's product, or its geometric mean
-    lower: ratios below this are out of bounds
-    upper: ratios above this are out of bounds
+    lower: ratios below this are out of bounds; 0 is off
+    upper: ratios above this are out of bounds; .inf is off
     action: out of bounds: "truncate" the weight to the bound, or "mask" the token (or the sequence, by level)
     veto: reject a rollout if any of its tokens has xi below this; 0 never does
     normalize: divide weights by their mean over all tokens of the optimiser batch
@@ -44,6 +44,12 @@ class Correction:
         check_choices(self, "correction")
         if self.lower is not None and self.upper is not None and self.lower > self.upper:
             raise ValueError(f"correction.lower is {self.lower}, above correction.upper {self.upper}; swap them.")
+        bounded = (self.lower or 0.0) > 0.0 or (self.upper is not None and self.upper < float("inf"))
+        if bounded and self.action == "truncate" and not self.weight:
+            raise ValueError(
+                "correction.lower and correction.upper truncate weights, but correction.weight is false; "
+                "set correction.weight, or correction.action to mask."
+            )
         for field in ("lower", "upper", "veto"):
             if not (getattr(self, field) or 0.0) >= 0:
                 raise ValueError(f"correction.{field} is {getattr(self, field)}; it must be 0 or more.")

@@ -27,6 +27,7 @@ from sparse_rl.rollout.scheduler import Scheduler, entries_needed
 from sparse_rl.rollout.sequence import Sequence
 from sparse_rl.types import Prompt, Rollout
 
+MAX_REQUESTS = 1 << 22  # of a call
 MEMORY_SHARE = 0.5  # of what is free, for a pool whose size is not given
 
 
@@ -106,7 +107,7 @@ class Engine:
                 prompt_idx=i,
                 prompt_len=len(prompt.ids),
                 max_tokens=min(
-                    sampling.max_tokens, prompt.max_tokens or sampling.max_tokens, self._context - len(prompt.ids)
+                    sampling.max_tokens, prompt.max_tokens or sampling.max_tokens, self.context - len(prompt.ids)
                 ),
                 key=request_key(sampling.seed, i * sampling.n + sample),
             )
@@ -157,7 +158,7 @@ class Engine:
         self.cache = None
 
     @property
-    def _context(self) -> int:
+    def context(self) -> int:
         """Most tokens the model's positions reach."""
         return getattr(self.loaded.model.config, "max_position_embeddings", None) or 1 << 30
 
@@ -178,10 +179,14 @@ class Engine:
 
     def _check(self, prompts: list[Prompt], sampling: Sampling) -> None:
         vocabulary = self.loaded.vocab_size
+        if len(prompts) * sampling.n > MAX_REQUESTS:
+            raise ValueError(
+                f"{len(prompts)} prompts with sampling.n {sampling.n} are over {MAX_REQUESTS} samples; ask for fewer."
+            )
         for i, prompt in enumerate(prompts):
-            if len(prompt.ids) >= self._context:
+            if len(prompt.ids) >= self.context:
                 raise ValueError(
-                    f"prompt {i} has {len(prompt.ids)} tokens and the model's context is {self._context}, "
+                    f"prompt {i} has {len(prompt.ids)} tokens and the model's context is {self.context}, "
                     "which leaves no room for an answer; shorten it."
                 )
             if not 0 <= min(prompt.ids) <= max(prompt.ids) < vocabulary:

@@ -23,6 +23,7 @@ from transformers import PreTrainedTokenizerBase
 
 from sparse_rl.types import Prompt, Rollout
 
+GIVEN = ("prompts", "completions", "completion_ids")  # what every reward function gets beside the columns
 Reward = Callable[..., Sequence[float | None]]
 
 

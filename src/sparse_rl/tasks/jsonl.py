@@ -7,6 +7,7 @@ functions by name. Rows are shuffled anew each epoch.
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import importlib.util
 import json
@@ -19,7 +20,7 @@ from typing import Any, ClassVar
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from sparse_rl.tasks.base import Reward, Rewards
+from sparse_rl.tasks.base import GIVEN, Reward, Rewards
 from sparse_rl.types import Prompt
 
 
@@ -50,7 +51,9 @@ class JsonlConfig:
         rewards = Rewards(tuple(import_function(path) for path in self.rewards), self.reward_weights)
         train = read_prompts(Path(self.train_file), tokenizer)
         held_out = read_prompts(Path(self.eval_file), tokenizer) if self.eval_file else []
-        return Rows(train, rewards, tokenizer, held_out, settings={"name": self.name, **asdict(self)})
+        digest = hashlib.sha256(Path(self.train_file).read_bytes()).hexdigest()[:16]
+        settings = {"name": self.name, **asdict(self), "train_sha256": digest}
+        return Rows(train, rewards, tokenizer, held_out, settings=settings)
 
 
 class Rows:
@@ -91,6 +94,9 @@ def make_prompt(row: Any, where: str, tokenizer: PreTrainedTokenizerBase) -> Pro
     if not isinstance(prompt, str | list):
         raise ValueError(f'{where} has no "prompt" that is a string or a list of messages; mend or remove it.')
     columns = {key: value for key, value in row.items() if key != "prompt"}
+    for name in GIVEN:
+        if name in columns:
+            raise ValueError(f"{where} has a column {name!r}, a name that reward functions know otherwise; rename it.")
     messages = prompt if isinstance(prompt, list) else []
     chat = isinstance(prompt, list)
     if chat and tokenizer.chat_template is None:
@@ -149,7 +155,7 @@ def import_function(path: str) -> Reward:
         raise ValueError(f'reward {path!r} is not of the form "module:function" or "file.py:function".')
     try:
         module = _import_file(Path(module_name)) if module_name.endswith(".py") else _import_module(module_name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ValueError(f"reward {path!r} cannot be imported: {type(error).__name__}: {error}.") from error
     function = getattr(module, function_name, None)
     if not callable(function):

@@ -4,8 +4,8 @@
     config.json, model.safetensors, tokenizer ...   loads with from_pretrained
     masters.safetensors                             fp32 weights
     optimizer.pt                                    the optimiser's state
-    trainer_state.json                              step, settings, best evaluation, sizes of the run's logs and of
-                                                    every file of the checkpoint
+    trainer_state.json                              step, settings, best evaluation, sizes of the run's logs, and
+                                                    the hash of every file of the checkpoint
 
 A checkpoint is written into `checkpoint-N.tmp`, brought to disk and renamed, so one without that suffix is whole. There
 is no random state to keep: every random number is a function of the seed and the step.
@@ -13,6 +13,7 @@ is no random state to keep: every random number is a function of the seed and th
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from sparse_rl.model.load import LoadedModel
@@ -39,7 +41,7 @@ def save(folder: Path, loaded: LoadedModel, learner: Learner, state: dict[str, A
         loaded.tokenizer.save_pretrained(temporary)
         save_file(learner.masters.state_dict(), temporary / "masters.safetensors")
         torch.save(learner.optimizer.state_dict(), temporary / "optimizer.pt")
-        files = {str(path.relative_to(temporary)): path.stat().st_size for path in _files(temporary)}
+        files = {str(path.relative_to(temporary)): _digest(path) for path in _files(temporary)}
         record = state | {"num_updates": learner.num_updates, "files": files}
         (temporary / STATE).write_text(json.dumps(record, indent=1) + "\n")
         for path in [*_files(temporary), temporary]:
@@ -47,6 +49,10 @@ def save(folder: Path, loaded: LoadedModel, learner: Learner, state: dict[str, A
         remove(folder)
         temporary.rename(folder)
         _to_disk(folder.parent)
+    except (OSError, RuntimeError, SafetensorError) as error:  # each library has its own word for a full disk
+        remove(temporary)
+        first_line = str(error).strip().splitlines()[0]
+        raise OSError(f"{folder} could not be written ({first_line}); make room on the disk, then resume.") from error
     except BaseException:
         remove(temporary)
         raise
@@ -57,15 +63,15 @@ def read_state(folder: Path) -> dict[str, Any]:
     try:
         state: dict[str, Any] = json.loads((folder / STATE).read_text())
         files = dict(state["files"])
+        [state[key] for key in ("step", "num_tokens", "num_updates", "best", "logs", "warned", "settings")]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"{folder} is not a checkpoint of a run: its {STATE} is missing or damaged; choose another."
         ) from error
-    for name, size in files.items():
+    for name, digest in files.items():
         path = folder / name
-        found = path.stat().st_size if path.is_file() else None
-        if found != size:
-            what = "missing" if found is None else f"{found} bytes long instead of {size}"
+        if not path.is_file() or _digest(path) != digest:
+            what = "not what was written" if path.is_file() else "missing"
             raise ValueError(f"checkpoint {folder} is damaged: {name} is {what}; resume from an earlier one.")
     return state
 
@@ -91,7 +97,11 @@ def restore(folder: Path, learner: Learner) -> None:
 def checkpoints(run: Path) -> list[Path]:
     """The whole checkpoints of a run folder, oldest first."""
     found = [path for path in run.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name)]
-    return sorted(found, key=lambda path: int(path.name.partition("-")[2]))
+    return sorted(found, key=step_of)
+
+
+def step_of(folder: Path) -> int:
+    return int(folder.name.partition("-")[2])
 
 
 def prune(run: Path, keep: int | None, best: str | None) -> None:
@@ -115,6 +125,11 @@ def discard(folder: Path) -> None:
 def remove(folder: Path) -> None:
     if folder.exists():
         shutil.rmtree(folder)
+
+
+def _digest(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _files(folder: Path) -> list[Path]:

@@ -1,25 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run leaves behind for people: its settings, numbers about rollouts, completions, why some were rejected."""
+"""What a step leaves behind for people: numbers about rollouts, completions, and why some were rejected."""
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import platform
-import subprocess
-import sys
-from dataclasses import asdict
-from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from transformers import PreTrainedTokenizerBase
 
-import sparse_rl
-from sparse_rl.model.load import LoadedModel
 from sparse_rl.tasks import Graded
 from sparse_rl.train.update import Updated
 from sparse_rl.types import Rollout
@@ -121,66 +110,6 @@ def rejected_records(
             }
         )
     return records
-
-
-def start_record(run: Path, settings: dict[str, Any], loaded: LoadedModel) -> None:
-    """run.json: the settings and the machine of the last start, and when the run was first started."""
-    path = run / "run.json"
-    started = datetime.now(UTC).isoformat(timespec="seconds")
-    if path.exists():
-        started = json.loads(path.read_text())["started"]
-    device = loaded.model.device
-    hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()} CPU"
-    record = {
-        "command": " ".join(["sparse-rl", *sys.argv[1:]]) if sys.argv[0].endswith("sparse-rl") else " ".join(sys.argv),
-        "config": settings,
-        "versions": {
-            "sparse_rl": sparse_rl.__version__,
-            "commit": _commit(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "python": platform.python_version(),
-        },
-        "hardware": f"{hardware}, {torch.get_num_threads()} threads",
-        "parameters": sum(parameter.numel() for parameter in loaded.model.parameters()),
-        "started": started,
-    }
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(record, indent=1) + "\n")
-    os.replace(temporary, path)
-
-
-def _commit() -> str | None:
-    """The package's commit, if it runs from a repository."""
-    package = Path(sparse_rl.__file__).parent
-    command = ["git", "-C", str(package), "rev-parse", "--short", "HEAD"]
-    try:
-        found = subprocess.run(command, capture_output=True, text=True, timeout=10)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return found.stdout.strip() or None
-
-
-def differences(before: dict[str, Any], after: dict[str, Any], prefix: str = "") -> list[str]:
-    """Settings that are not the same, as "kv.budget 64 is now 48"; where a run lies and how it was resumed is none."""
-    found = []
-    for key in before.keys() | after.keys():
-        old, new = before.get(key), after.get(key)
-        if isinstance(old, dict) and isinstance(new, dict):
-            found += differences(old, new, f"{prefix}{key}.")
-        elif key not in ("resume_from_checkpoint", "output_dir") and (list(old) if isinstance(old, tuple) else old) != (
-            list(new) if isinstance(new, tuple) else new
-        ):
-            found.append(f"{prefix}{key} {old} is now {new}")
-    return sorted(found)
-
-
-def task_settings(task: Any) -> dict[str, Any]:
-    """A task's settings if it has any, else its kind."""
-    if hasattr(task, "__dataclass_fields__"):
-        return {"name": task.name, **asdict(task)}
-    settings: dict[str, Any] = getattr(task, "settings", {"name": type(task).__name__})
-    return settings
 
 
 def _number(value: torch.Tensor) -> float | None:

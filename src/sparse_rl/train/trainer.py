@@ -11,7 +11,7 @@ import copy
 import logging
 import math
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,85 +19,29 @@ import torch
 
 from sparse_rl.evaluate import EvalConfig, evaluate
 from sparse_rl.kv import EvictPolicy, Full, KVPolicy
-from sparse_rl.metrics import RunLog, Timer, definition
+from sparse_rl.metrics import RunLog, Timer
 from sparse_rl.model.load import LoadedModel
-from sparse_rl.objective.advantage import Estimator, advantages
-from sparse_rl.objective.correction import PRESETS, Correction, check_choices, preset_name
+from sparse_rl.objective.advantage import advantages
+from sparse_rl.objective.correction import PRESETS, Correction, preset_name
 from sparse_rl.objective.loss import LossConfig
 from sparse_rl.objective.mismatch import overlap_ids
 from sparse_rl.rollout import Engine, EngineConfig, Sampling
 from sparse_rl.score.head import Head
 from sparse_rl.tasks import Graded, Task
 from sparse_rl.train import checkpoint
+from sparse_rl.train.callbacks import Callbacks
+from sparse_rl.train.config import TrainerConfig, check_settings
+from sparse_rl.train.folder import check_folder, chosen_checkpoint, differences, lock, start_record, task_settings
 from sparse_rl.train.learner import Learner, OptimizerConfig
 from sparse_rl.train.master import MasterWeights
 from sparse_rl.train.observer import Observer
-from sparse_rl.train.record import (
-    completion_records,
-    differences,
-    rejected_records,
-    rollout_metrics,
-    start_record,
-    task_settings,
-)
+from sparse_rl.train.record import completion_records, rejected_records, rollout_metrics
 from sparse_rl.train.update import UpdateConfig, Updated, update
 from sparse_rl.types import Rollout
 
 logger = logging.getLogger(__name__)
 
 HIGH_REJECTION = 0.15
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainerConfig:
-    """The run.
-
-    output_dir: folder of the run; it must be new unless the run is resumed
-    steps: rollout batches to learn from
-    prompts_per_step: prompts a rollout batch, sampling.n completions each
-    advantage: "grpo", "dr_grpo" (no division by the std), "rloo" or "remax" (against a greedy completion)
-    seed: decides prompts, samples and everything else that is random
-    save_every: steps between checkpoints; the best and the last are saved in any case
-    save_total_limit: checkpoints to keep; the best and the newest are kept in any case
-    best_metric: the evaluation that decides which checkpoint is best, higher being better
-    resume_from_checkpoint: true for the newest checkpoint of output_dir, or the path of one in it
-    log_completions: completions written to completions.jsonl a step
-    log_rejected: rejected completions written to rejected.jsonl a step, the most surprising first
-    report_to: trackers that transformers knows: trackio, tensorboard, wandb, ...
-    """
-
-    output_dir: str = "runs/default"
-    steps: int = 100
-    prompts_per_step: int = 16
-    advantage: Estimator = "grpo"
-    seed: int = 0
-    save_every: int = 10
-    save_total_limit: int | None = 2
-    best_metric: str = "eval/dense/reward"
-    resume_from_checkpoint: bool | str = False
-    log_completions: int = 2
-    log_rejected: int = 2
-    report_to: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        check_choices(self, "trainer")
-        for field in ("steps", "seed", "save_every", "log_completions", "log_rejected"):
-            if getattr(self, field) < 0:
-                raise ValueError(f"trainer.{field} is {getattr(self, field)}; it must be at least 0.")
-        if self.prompts_per_step < 1:
-            raise ValueError(f"trainer.prompts_per_step is {self.prompts_per_step}; it must be at least 1.")
-        if self.seed >= 1 << 32:
-            raise ValueError(f"trainer.seed is {self.seed}; it must be below 2^32.")
-        if not self.best_metric.startswith("eval/") or definition(self.best_metric) is None:
-            raise ValueError(
-                f'trainer.best_metric is {self.best_metric!r}; name an evaluation, such as "eval/dense/reward".'
-            )
-        if self.save_total_limit is not None and self.save_total_limit < 1:
-            raise ValueError(
-                f"trainer.save_total_limit is {self.save_total_limit}; it must be at least 1, or left out."
-            )
-        if not self.output_dir:
-            raise ValueError("trainer.output_dir is empty; name a folder.")
 
 
 class Trainer:
@@ -124,8 +68,9 @@ class Trainer:
         eval: EvalConfig | None = None,
         observers: tuple[Observer, ...] = (),
     ) -> None:
-        self.loaded, self.task, self.observers = loaded, task, observers
+        self.loaded, self.task = loaded, task
         self.config = config or TrainerConfig()
+        self.observers = (*observers, Callbacks(self.config.report_to)) if self.config.report_to else observers
         self.kv = kv or Full()
         self.engine_config = engine or EngineConfig()
         self.correction = correction or PRESETS["sparse_rl"]
@@ -134,11 +79,8 @@ class Trainer:
         self.sampling = replace(
             sampling or Sampling(n=8), top_logprobs=overlap_ids(loaded.vocab_size), seed=self.config.seed
         )
-        self.check(self.sampling, self.update_config, self.config)
-        for name, module in loaded.model.named_modules():
-            if isinstance(module, torch.nn.Dropout) and module.p > 0:
-                raise ValueError(f"the model has dropout {module.p} in {name}; set it to 0 in its config.")
-
+        check_settings(self.sampling, self.update_config, self.kv, self.config)
+        self._check_model()
         masters = MasterWeights(loaded.model)
         total = self.config.steps * self.update_config.num_updates
         self.learner = Learner(
@@ -149,6 +91,7 @@ class Trainer:
             rate=lambda update: self.optimizer_config.rate(update, total),
         )
         self.engine = Engine(loaded, self.kv, self.engine_config)
+        self._check_prompts()
         self.step, self.num_tokens = 0, 0
         self.rollout_stats = self.engine.stats
         self.best: dict[str, Any] = {"checkpoint": None, "value": None}
@@ -178,6 +121,7 @@ class Trainer:
                 self._finish_step(metrics, began)
         finally:
             self.log.close()
+            self.lock.close()
             for observer in self.observers:
                 observer.on_end()
 
@@ -322,27 +266,30 @@ class Trainer:
             observer.on_save(folder)
 
     def _open(self) -> None:
-        """Start the run folder, or take up the run in it."""
+        """Start the run folder, or take up the run in it. Nothing is changed before all of it is known to be well."""
         run = Path(self.config.output_dir)
-        self.check_folder(self.config)
-        resume, found = self.config.resume_from_checkpoint, checkpoint.checkpoints(run)
-        sizes = None
-        folder = Path(resume) if isinstance(resume, str) else found[-1] if resume and found else None
-        if folder is not None:
-            sizes = self._resume(folder, found)
-        elif resume:
-            logger.warning("%s has no checkpoint yet; the run starts over.", run)
+        check_folder(self.config)
         run.mkdir(parents=True, exist_ok=True)
+        self.lock = lock(run)
+        chosen = chosen_checkpoint(self.config)
+        sizes = self._resume(chosen) if chosen is not None else {}
         start_record(run, self.settings(), self.loaded)
         self.log = RunLog(run, sizes)
+        later = [path for path in checkpoint.checkpoints(run) if checkpoint.step_of(path) > self.step]
+        if later:  # of the future that is now taken again
+            logger.warning("%s removed: the run goes on from step %d.", ", ".join(p.name for p in later), self.step)
+        for path in later:
+            checkpoint.discard(path)
+        checkpoint.prune(run, self.config.save_total_limit, self.best["checkpoint"])  # if it was stopped just before
 
-    def _resume(self, folder: Path, found: list[Path]) -> dict[str, int]:
-        if folder.resolve() not in [path.resolve() for path in found]:
-            raise ValueError(
-                f"{folder} is not a checkpoint of {self.config.output_dir}, which has "
-                f"{', '.join(path.name for path in found) or 'none'}."
-            )
+    def _resume(self, folder: Path) -> dict[str, int]:
+        """Take up a checkpoint's state; returns what the logs' sizes were."""
         state = checkpoint.read_state(folder)
+        if state["step"] > self.config.steps:
+            raise ValueError(
+                f"trainer.steps is {self.config.steps}, but {folder.name} is beyond it; raise trainer.steps, or resume "
+                "from an earlier checkpoint."
+            )
         RunLog.check(Path(self.config.output_dir), state["logs"])
         checkpoint.restore(folder, self.learner)
         changed = differences(state["settings"], self.settings())
@@ -350,9 +297,6 @@ class Trainer:
             logger.warning("resuming with other settings: %s.", "; ".join(changed))
         self.step, self.num_tokens, self.best = state["step"], state["num_tokens"], state["best"]
         self.warned = set(state["warned"])
-        for later in found:
-            if int(later.name.partition("-")[2]) > self.step:
-                checkpoint.discard(later)  # of the future that is now taken again
         return dict(state["logs"])
 
     def settings(self) -> dict[str, Any]:
@@ -373,39 +317,20 @@ class Trainer:
             "trainer": asdict(self.config),
         }
 
-    @staticmethod
-    def check(sampling: Sampling, update: UpdateConfig, config: TrainerConfig) -> None:
-        """Refuse what would make the importance ratios, or the advantages, meaningless."""
-        for name, off in (("top_p", 1.0), ("top_k", None)):
-            if getattr(sampling, name) != off:
-                raise ValueError(
-                    f"sampling.{name} is {getattr(sampling, name)}, but training samples from the whole distribution: "
-                    "a truncated one has other log-probs than the dense model's; leave it out."
-                )
-        if update.updates_per_rollout > config.prompts_per_step:
-            raise ValueError(
-                f"update.updates_per_rollout is {update.updates_per_rollout}, but a step has {config.prompts_per_step} "
-                "prompts, and a prompt's completions stay together; lower it, or raise trainer.prompts_per_step."
-            )
-        if sampling.temperature == 0.0:
-            raise ValueError("sampling.temperature is 0, but training needs samples that differ; set it above 0.")
-        if sampling.n < 2 and config.advantage != "remax":
-            raise ValueError(
-                f"sampling.n is {sampling.n}, but advantage {config.advantage!r} compares the completions of a prompt; "
-                "sample at least 2."
-            )
+    def _check_model(self) -> None:
+        for name, module in self.loaded.model.named_modules():
+            if isinstance(module, torch.nn.Dropout) and module.p > 0:
+                raise ValueError(f"the model has dropout {module.p} in {name}; set it to 0 in its config.")
 
-    @staticmethod
-    def check_folder(config: TrainerConfig) -> None:
-        """Refuse to mix two runs in a folder, or to resume nothing."""
-        run, resume = Path(config.output_dir), config.resume_from_checkpoint
-        names = ("run.json", *RunLog.FILES)
-        taken = [name for name in names if (run / name).exists()] + [path.name for path in checkpoint.checkpoints(run)]
-        if taken and not resume:
-            remedy = "resume it with --trainer.resume_from_checkpoint true, or " if taken[0] == "run.json" else ""
-            raise ValueError(f"{run} has a run in it ({taken[0]}); {remedy}give another --trainer.output_dir.")
-        if resume and not (run / "run.json").exists():
-            raise ValueError(f"there is no run to resume in {run}; leave out trainer.resume_from_checkpoint.")
+    def _check_prompts(self) -> None:
+        """A prompt that leaves no room for an answer is better known now than at some step."""
+        context = self.engine.context
+        for prompt in [*getattr(self.task, "train", []), *getattr(self.task, "eval", [])]:
+            if len(prompt.ids) >= context:
+                raise ValueError(
+                    f"the prompt that begins {prompt.text[:60]!r} has {len(prompt.ids)} tokens, and the model's "
+                    f"context is {context}; remove it."
+                )
 
     def _groups(self, rollouts: list[Rollout]) -> list[int]:
         return [i // self.sampling.n for i in range(len(rollouts))]

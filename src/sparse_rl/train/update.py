@@ -267,6 +267,8 @@ def _optimise(learner: Learner, batch: Batch, step: Step) -> dict[str, float]:
         totals += torch.stack([part.double() for part in parts])
     counts = torch.stack([batch.in_loss.sum(), counted.sum()]).double()
     total_loss, clipped, total_kl, used_tokens, in_loss, num_counted = torch.cat([totals, counts]).tolist()
+    if not batch.working and bool((batch.advantages != 0).any()):
+        logger.warning("all rollouts with an advantage ran into the length limit and are masked: nothing is learnt.")
     if batch.working and not used_tokens:
         logger.warning(
             "all %d rollouts with a loss were rejected or masked: this update changes nothing.", len(batch.working)

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The run folder: whose it is, which checkpoint to go on from, and run.json."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import platform
+import subprocess
+import sys
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+import transformers
+
+import sparse_rl
+from sparse_rl.metrics import RunLog, read_log
+from sparse_rl.model.load import LoadedModel
+from sparse_rl.train import checkpoint
+from sparse_rl.train.config import TrainerConfig
+
+logger = logging.getLogger(__name__)
+
+
+def check_folder(config: TrainerConfig) -> None:
+    """Refuse to mix two runs in a folder, or to resume nothing."""
+    run, resume = Path(config.output_dir), config.resume_from_checkpoint
+    names = ("run.json", *RunLog.FILES)
+    taken = [name for name in names if (run / name).exists()] + [path.name for path in checkpoint.checkpoints(run)]
+    if taken and not resume:
+        remedy = "resume it with --trainer.resume_from_checkpoint true, or " if taken[0] == "run.json" else ""
+        raise ValueError(f"{run} has a run in it ({taken[0]}); {remedy}give another --trainer.output_dir.")
+    if resume and not (run / "run.json").exists():
+        raise ValueError(f"there is no run to resume in {run}; leave out trainer.resume_from_checkpoint.")
+
+
+def chosen_checkpoint(config: TrainerConfig) -> Path | None:
+    """The checkpoint to resume from; None for a new run, or one that was stopped before its first checkpoint."""
+    run, given = Path(config.output_dir), config.resume_from_checkpoint
+    found = checkpoint.checkpoints(run)
+    if not given:
+        return None
+    if found and given is True:
+        return found[-1]
+    if given is True:
+        lines = read_log(run / "metrics.jsonl") if (run / "metrics.jsonl").exists() else []
+        if config.save_every and lines and lines[-1]["step"] > config.save_every:
+            raise ValueError(
+                f"{run} has taken {lines[-1]['step']} steps, but its checkpoints are gone; give another "
+                "--trainer.output_dir."
+            )
+        logger.warning("%s has no checkpoint yet; the run starts over.", run)
+        return None
+    if Path(given).resolve() not in [path.resolve() for path in found]:
+        names = ", ".join(path.name for path in found) or "none"
+        raise ValueError(f"{given} is not a checkpoint of {run}, which has {names}.")
+    return Path(given)
+
+
+def start_record(run: Path, settings: dict[str, Any], loaded: LoadedModel) -> None:
+    """run.json: the settings and the machine of the last start, and when the run was first started."""
+    path = run / "run.json"
+    started = datetime.now(UTC).isoformat(timespec="seconds")
+    if path.exists():
+        try:
+            started = json.loads(path.read_text())["started"]
+        except (ValueError, KeyError, TypeError):
+            logger.warning("%s was damaged; it is written anew.", path)
+    device = loaded.model.device
+    hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()} CPU"
+    record = {
+        "command": " ".join(["sparse-rl", *sys.argv[1:]]) if sys.argv[0].endswith("sparse-rl") else " ".join(sys.argv),
+        "config": settings,
+        "versions": {
+            "sparse_rl": sparse_rl.__version__,
+            "commit": _commit(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "python": platform.python_version(),
+        },
+        "hardware": f"{hardware}, {torch.get_num_threads()} threads",
+        "parameters": sum(parameter.numel() for parameter in loaded.model.parameters()),
+        "started": started,
+    }
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(record, indent=1) + "\n")
+    os.replace(temporary, path)
+
+
+def lock(run: Path) -> IO[str]:
+    """A file that keeps every other process out of the run folder until it is closed."""
+    file = open(run / ".lock", "w")  # noqa: SIM115 - held open as long as the run
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        file.close()
+        raise ValueError(f"another process is training in {run}; wait for it, or stop it.") from error
+    return file
+
+
+def _commit() -> str | None:
+    """The package's commit, if it runs from a repository."""
+    package = Path(sparse_rl.__file__).parent
+    command = ["git", "-C", str(package), "rev-parse", "--short", "HEAD"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return found.stdout.strip() or None
+
+
+def differences(before: dict[str, Any], after: dict[str, Any], prefix: str = "") -> list[str]:
+    """Settings that are not the same, as "kv.budget 64 is now 48"; where a run lies and how it was resumed is none."""
+    found = []
+    for key in before.keys() | after.keys():
+        old, new = before.get(key), after.get(key)
+        if isinstance(old, dict) and isinstance(new, dict):
+            found += differences(old, new, f"{prefix}{key}.")
+        elif key not in ("resume_from_checkpoint", "output_dir") and (list(old) if isinstance(old, tuple) else old) != (
+            list(new) if isinstance(new, tuple) else new
+        ):
+            found.append(f"{prefix}{key} {old} is now {new}")
+    return sorted(found)
+
+
+def task_settings(task: Any) -> dict[str, Any]:
+    """A task's settings if it has any, else its kind."""
+    if hasattr(task, "__dataclass_fields__"):
+        return {"name": task.name, **asdict(task)}
+    settings: dict[str, Any] = getattr(task, "settings", {"name": type(task).__name__})
+    return settings
