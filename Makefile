@@ -24,7 +24,7 @@ test-compat:
 	$$env/bin/pip install --quiet --constraint $$env/constraints.txt torch; \
 	$$env/bin/pip install --quiet --constraint $$env/constraints.txt '.[test]'; \
 	$$env/bin/python -c "import transformers; print('transformers', transformers.__version__)"; \
-	$$env/bin/python -m pytest tests/rollout tests/model tests/kv
+	$$env/bin/python -m pytest tests/rollout tests/model tests/kv tests/train
 
 ## lint: ruff and mypy
 lint: .venv/ready
