@@ -61,6 +61,16 @@ def test_diagnostics_by_hand():
     assert got["mismatch/overlap_p05"] == pytest.approx(0.1)
 
 
+def test_shares_of_rollouts_by_hand():
+    """The third rollout has no token of the sampler's and counts nowhere; only the mean is clamped."""
+    log_xi = torch.tensor([-30.0, 0.0, 0.0, 0.0])
+    mask, rows = torch.tensor([True, True, True, False]), torch.tensor([0, 0, 1, 2])
+    got = diagnose(log_xi, mask, rows, torch.tensor([3.0, 1.0, 2.0]))
+    assert got["mismatch/catastrophic_rollout_frac"] == pytest.approx(3 / 4)
+    assert got["mismatch/lowest_log_xi_mean"] == pytest.approx(-30.0 * 3 / 4)
+    assert got["rollout_corr/kl"] == pytest.approx(20.0 * 3 / 7)
+
+
 def test_weighted_quantiles_equal_those_of_repeated_values():
     values, counts = torch.tensor([3.0, 1.0, 2.0]), torch.tensor([1.0, 5.0, 4.0])
     assert weighted_quantiles(values, counts, [0.01, 0.5, 0.51, 0.9, 0.91, 1.0]) == [1.0, 1.0, 2.0, 2.0, 3.0, 3.0]
