@@ -82,6 +82,7 @@ METRICS: dict[str, str] = {
     "step_time": "seconds of the whole step",
 }
 
+HIGH_REJECTION = 0.15  # from here on the correction throws too much away
 TIMES = ("time/", "step_time", "rollout/tokens_per_s")  # what may differ between two equal runs
 
 

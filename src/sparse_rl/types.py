@@ -69,3 +69,9 @@ class Rollout:
     top_ids: torch.Tensor | None = None  # (T, k) int64, most likely first
     top_logprobs: torch.Tensor | None = None  # (T, k) fp32
     kept_positions: tuple[torch.Tensor, ...] | None = None  # one (L, K, S) int32 a firing
+
+
+def kv_saved_frac(rollouts: list[Rollout]) -> float:
+    """1 - entries held / entries `full` would have held, over all decode steps of all rollouts."""
+    full = sum(rollout.kv.full for rollout in rollouts)
+    return 1.0 - sum(sum(rollout.kv.held) for rollout in rollouts) / full if full else 0.0

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from small_run import CHAIN, TASK, TEMPERATURE, digits, small_trainer
+from small_run import CHAIN, TASK, TEMPERATURE, small_trainer
 
 from sparse_rl.evaluate import evaluate
 from sparse_rl.kv import RKV
@@ -226,7 +226,3 @@ def test_a_rejected_record_by_hand(loaded, place, held):
     assert record["entries_held"] == held and record["index"] == place
     assert record["before"] + record["token"] + record["after"] == "abcdefg"
     assert record["token"] == "defg"[place] and record["entries_dense"] == 3 + place
-
-
-def test_digits_are_what_the_small_run_learns_from():
-    assert digits(["a1b2", "9"]) == [0.3, 0.9]

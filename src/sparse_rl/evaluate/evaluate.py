@@ -11,7 +11,7 @@ import torch
 
 from sparse_rl.rollout import Engine, Progress, Sampling
 from sparse_rl.tasks import Rewards
-from sparse_rl.types import Prompt
+from sparse_rl.types import Prompt, kv_saved_frac
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,12 +69,11 @@ def evaluate(
     means = graded.nanmean(dim=1)
     means = means[~means.isnan()]
     spread = float(means.std()) if len(means) > 1 else math.nan
-    full = sum(rollout.kv.full for rollout in rollouts)
     lengths = torch.tensor([len(rollout.token_ids) for rollout in rollouts], dtype=torch.float64)
     return {
         "reward": float(means.mean()) if len(means) else math.nan,
         "reward_se": spread / math.sqrt(len(means)) if len(means) else math.nan,
         "mean_length": float(lengths.mean()),
         "clipped_ratio": sum(rollout.finish_reason == "length" for rollout in rollouts) / len(rollouts),
-        "kv_saved_frac": 1.0 - sum(sum(rollout.kv.held) for rollout in rollouts) / full if full else 0.0,
+        "kv_saved_frac": kv_saved_frac(rollouts),
     }

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sparse_rl.metrics import read_log
+from sparse_rl.metrics import HIGH_REJECTION, read_log
 
 LAST = 10  # steps the summary's reward is a mean over
-MANY_REJECTED, NOTHING_SAVED = 0.15, 0.0005  # above and below which there is advice to give
+NOTHING_SAVED = 0.0005  # below this there is advice to give
 NONE = "–"
 
 Record = dict[str, Any]
@@ -94,7 +94,7 @@ def advice(run: Run) -> list[str]:
     """What to change in the next run."""
     found = []
     rejection, saved = run.mean("correction/rejection_rate"), run.mean("kv/saved_frac")
-    if rejection is not None and rejection > MANY_REJECTED:
+    if rejection is not None and rejection > HIGH_REJECTION:
         share = f"{100 * rejection:.0f} %"
         found.append(f"{share} of the completions were rejected; raise kv.budget or use a gentler policy.")
     if saved is not None and saved < NOTHING_SAVED and run.settings.get("kv.policy") != "full":

@@ -23,11 +23,17 @@ class DenseScores:
 
 
 def score_microbatch(
-    head: Head, completions: Completions, microbatch: Microbatch, temperature: float, num_top: int = 0
+    head: Head,
+    completions: Completions,
+    microbatch: Microbatch,
+    temperature: float,
+    *,
+    at_top: bool = False,
+    num_top: int = 0,
 ) -> TokenScores:
     """Scores of a microbatch's tokens: the learner's, with gradient where it is enabled, else the dense ones.
 
-    With `num_top`, also what overlap needs: scores at the sampler's top ids, and this many top ids of the model's own.
+    For overlap also scores at the sampler's top ids (`at_top`), and `num_top` top ids of the model's own.
     """
     device = completions.rows.device
     tokens = microbatch.tokens.to(device)
@@ -36,7 +42,7 @@ def score_microbatch(
         microbatch.predicting.to(device),
         completions.token_ids[tokens],
         temperature=temperature or 1.0,  # greedy reports its log-prob at temperature 1
-        at_ids=completions.top_ids[tokens] if num_top and completions.top_ids is not None else None,
+        at_ids=completions.top_ids[tokens] if at_top and completions.top_ids is not None else None,
         num_top=num_top,
     )
 
@@ -50,7 +56,7 @@ def score(
     logprobs = torch.zeros_like(completions.sampler_logprobs)
     at_top = None if completions.top_logprobs is None else torch.zeros_like(completions.top_logprobs)
     for microbatch in pack(rollouts, max_tokens):
-        scores = score_microbatch(head, completions, microbatch, temperature, num_top=0 if at_top is None else 1)
+        scores = score_microbatch(head, completions, microbatch, temperature, at_top=True)
         logprobs[microbatch.tokens] = scores.logprobs
         if at_top is not None and scores.at_ids is not None:
             at_top[microbatch.tokens] = scores.at_ids

@@ -76,8 +76,8 @@ def read_state(folder: Path) -> dict[str, Any]:
     return state
 
 
-def restore(folder: Path, learner: Learner) -> None:
-    """Put a checkpoint's weights and optimiser state into the learner."""
+def restore(folder: Path, learner: Learner, num_updates: int) -> None:
+    """Put the weights and the optimiser state of a checkpoint that `read_state` found whole into the learner."""
     masters = load_file(folder / "masters.safetensors")
     ours = learner.masters.state_dict()
     wrong = sorted(ours.keys() ^ masters.keys())
@@ -91,7 +91,7 @@ def restore(folder: Path, learner: Learner) -> None:
     learner.optimizer.load_state_dict(torch.load(folder / "optimizer.pt", weights_only=True, map_location="cpu"))
     for group, own in zip(learner.optimizer.param_groups, settings, strict=True):
         group.update(own)  # the run's settings, not the checkpoint's
-    learner.num_updates = read_state(folder)["num_updates"]
+    learner.num_updates = num_updates
 
 
 def checkpoints(run: Path) -> list[Path]:

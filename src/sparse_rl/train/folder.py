@@ -121,9 +121,7 @@ def differences(before: dict[str, Any], after: dict[str, Any], prefix: str = "")
         old, new = before.get(key), after.get(key)
         if isinstance(old, dict) and isinstance(new, dict):
             found += differences(old, new, f"{prefix}{key}.")
-        elif key not in ("resume_from_checkpoint", "output_dir") and (list(old) if isinstance(old, tuple) else old) != (
-            list(new) if isinstance(new, tuple) else new
-        ):
+        elif key not in ("resume_from_checkpoint", "output_dir") and old != new:
             found.append(f"{prefix}{key} {old} is now {new}")
     return sorted(found)
 

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from sparse_rl.tasks import Graded
 from sparse_rl.train.update import Updated
-from sparse_rl.types import Rollout
+from sparse_rl.types import Rollout, kv_saved_frac
 
 NGRAM = 8  # repetition is counted in runs of this many tokens
 BEFORE, AFTER = 48, 8  # tokens of context around an offending one
@@ -26,7 +26,6 @@ def rollout_metrics(rollouts: list[Rollout], graded: Graded, groups: list[int]) 
     for group in range(max(groups) + 1):
         known = rewards[(group_of == group) & ~rewards.isnan()]
         spreads.append(len(known) == 0 or bool((known == known[0]).all()))
-    full = sum(rollout.kv.full for rollout in rollouts)
     dense_peak = sum(len(rollout.prompt.ids) + len(rollout.token_ids) - 1 for rollout in rollouts)
     return {
         **graded.metrics(),
@@ -38,7 +37,7 @@ def rollout_metrics(rollouts: list[Rollout], graded: Graded, groups: list[int]) 
         "completions/mean_terminated_length": float(lengths[~cut].mean()) if not cut.all() else 0.0,
         "completions/repetition": sum(repetition(rollout.token_ids) for rollout in rollouts) / len(rollouts),
         "completions/ungraded_frac": float(rewards.isnan().double().mean()),
-        "kv/saved_frac": 1.0 - sum(sum(rollout.kv.held) for rollout in rollouts) / full if full else 0.0,
+        "kv/saved_frac": kv_saved_frac(rollouts),
         "kv/peak_frac": sum(rollout.kv.peak for rollout in rollouts) / dense_peak if dense_peak else 1.0,
     }
 

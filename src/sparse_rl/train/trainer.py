@@ -8,6 +8,7 @@ Every random number is a function of the seed and the step, so a resumed run is 
 from __future__ import annotations
 
 import copy
+import json
 import logging
 import math
 import time
@@ -19,7 +20,7 @@ import torch
 
 from sparse_rl.evaluate import EvalConfig, evaluate
 from sparse_rl.kv import EvictPolicy, Full, KVPolicy
-from sparse_rl.metrics import RunLog, Timer
+from sparse_rl.metrics import HIGH_REJECTION, RunLog, Timer
 from sparse_rl.model.load import LoadedModel
 from sparse_rl.objective.advantage import advantages
 from sparse_rl.objective.correction import PRESETS, Correction, preset_name
@@ -40,8 +41,6 @@ from sparse_rl.train.update import UpdateConfig, Updated, update
 from sparse_rl.types import Rollout
 
 logger = logging.getLogger(__name__)
-
-HIGH_REJECTION = 0.15
 
 
 class Trainer:
@@ -271,8 +270,12 @@ class Trainer:
         check_folder(self.config)
         run.mkdir(parents=True, exist_ok=True)
         self.lock = lock(run)
-        chosen = chosen_checkpoint(self.config)
-        sizes = self._resume(chosen) if chosen is not None else {}
+        try:
+            chosen = chosen_checkpoint(self.config)
+            sizes = self._resume(chosen) if chosen is not None else {}
+        except BaseException:
+            self.lock.close()
+            raise
         start_record(run, self.settings(), self.loaded)
         self.log = RunLog(run, sizes)
         later = [path for path in checkpoint.checkpoints(run) if checkpoint.step_of(path) > self.step]
@@ -291,8 +294,8 @@ class Trainer:
                 "from an earlier checkpoint."
             )
         RunLog.check(Path(self.config.output_dir), state["logs"])
-        checkpoint.restore(folder, self.learner)
-        changed = differences(state["settings"], self.settings())
+        checkpoint.restore(folder, self.learner, state["num_updates"])
+        changed = differences(state["settings"], json.loads(json.dumps(self.settings())))
         if changed:
             logger.warning("resuming with other settings: %s.", "; ".join(changed))
         self.step, self.num_tokens, self.best = state["step"], state["num_tokens"], state["best"]
@@ -336,7 +339,7 @@ class Trainer:
         return [i // self.sampling.n for i in range(len(rollouts))]
 
     def _seed_of(self, step: int) -> int:
-        return (self.config.seed * 1_000_003 + step + 1) % (1 << 62)
+        return self.config.seed * 1_000_003 + step + 1
 
     def _sampling_of(self, step: int) -> Sampling:
         return replace(self.sampling, seed=self._seed_of(step))

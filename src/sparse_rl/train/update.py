@@ -153,7 +153,9 @@ def update(
     score_first = config.score_first or correction.needs_batch or config.num_updates > 1
     for microbatch in pack(rollouts, config.max_tokens, sampled + batch.working if score_first else sampled):
         with torch.no_grad():
-            scores = score_microbatch(learner.head, batch.completions, microbatch, temperature, num_top)
+            scores = score_microbatch(
+                learner.head, batch.completions, microbatch, temperature, at_top=True, num_top=num_top
+            )
         batch.observe(microbatch, scores)
     step = Step(
         correction=correction,
@@ -237,7 +239,9 @@ def _optimise(learner: Learner, batch: Batch, step: Step) -> dict[str, float]:
     totals = torch.zeros(4, dtype=torch.float64, device=batch.rows.device)  # loss, clipped, kl, used
     for microbatch in pack(batch.rollouts, step.config.max_tokens, working):
         tokens = microbatch.tokens.to(batch.rows.device)
-        scores = score_microbatch(learner.head, batch.completions, microbatch, step.temperature, step.num_top)
+        scores = score_microbatch(
+            learner.head, batch.completions, microbatch, step.temperature, at_top=step.num_top > 0, num_top=step.num_top
+        )
         if step.scored:
             weight = corrected.weight[tokens]
         else:
