@@ -3,11 +3,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import lru_cache
 
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before transformers imports Triton: its kernels then run on numpy
+
 from transformers import PreTrainedModel
 
 from sparse_rl.model.dry_run import dry_run

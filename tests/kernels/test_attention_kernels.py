@@ -8,8 +8,8 @@ import torch
 
 from sparse_rl.kernels import prefill
 from sparse_rl.kernels.compact import compact_ref
-from sparse_rl.kernels.decode import decode_attention_ref, gather_pages_ref, visible_entries_ref
-from sparse_rl.kernels.prefill import causal_attention_ref, packed_attention_ref
+from sparse_rl.kernels.decode import gather_pages_ref
+from sparse_rl.kernels.prefill import causal_attention_ref, packed_attention, packed_attention_ref
 
 
 def naive(q, k, v, visible, scale):
@@ -61,26 +61,18 @@ def test_no_quadratic_mask_is_built(monkeypatch):
     assert 0 < largest <= prefill.QUERY_BLOCK * (prefill.QUERY_BLOCK + 64)
 
 
-@pytest.mark.parametrize("group", [1, 3, 8])
-def test_paged_decode_attention(group):
-    batch, heads, page, dim = 3, 2, 4, 8
-    pool_k, pool_v = random(20, heads, page, dim), random(20, heads, page, dim, seed=1)
-    pages = torch.tensor([[3, 7, 1], [0, 19, 2], [11, 5, 0]])
-    lengths = torch.tensor([12, 5, 9])
-    q = random(batch, heads * group, dim, seed=2)
-    visible = (torch.arange(12) < lengths[:, None])[:, None]
-    out = decode_attention_ref(q, pool_k, pool_v, pages, visible, scale=0.3)
-    for b in range(batch):
-        k = torch.cat([pool_k[p] for p in pages[b]], dim=1)[None, :, : lengths[b]]
-        v = torch.cat([pool_v[p] for p in pages[b]], dim=1)[None, :, : lengths[b]]
-        expected = naive(q[b][None, :, None], k, v, torch.ones(1, int(lengths[b]), dtype=torch.bool), 0.3)
-        torch.testing.assert_close(out[b], expected[0, :, 0])
-
-
-def test_window_visibility_counts_the_token_itself():
-    positions = torch.tensor([[[0, 4, 5, 6, 7, 0]]])
-    visible = visible_entries_ref(torch.tensor([5]), positions, torch.tensor([7]), torch.tensor(3))
-    assert visible.tolist() == [[[False, False, True, True, True, False]]]
+@pytest.mark.parametrize("window", [None, 1, 40])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_flash_attention_over_packed_sequences(dtype, window, device):
+    if device == "cpu":
+        pytest.skip("torch's variable-length attention needs a GPU")
+    boundaries = [0, 1, 130, 500]
+    q, k, v = (random(1, heads, 500, 64, seed=heads).to(device, dtype) for heads in (6, 2, 3))
+    v = v[:, :2]
+    with torch.no_grad():
+        out = packed_attention(q, k, v, boundaries, scale=0.2, window=window)
+    expected = packed_attention_ref(q.double(), k.double(), v.double(), boundaries, scale=0.2, window=window)
+    torch.testing.assert_close(out.double(), expected, atol=2e-2, rtol=2e-2)
 
 
 def test_compact_moves_each_head_by_itself():

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import example, given, settings
@@ -19,6 +20,7 @@ from sparse_rl.kv.pages import PagePool
 from sparse_rl.kv.policy import EvictPolicy
 from sparse_rl.model.dry_run import AttentionShape
 from sparse_rl.rollout.loop import Loop
+from sparse_rl.rollout.rows import Drawn
 from sparse_rl.rollout.sampler import Sampling
 from sparse_rl.rollout.scheduler import Scheduler, entries_needed
 from sparse_rl.rollout.sequence import Sequence
@@ -38,11 +40,11 @@ class FakeRunner:
 
     def __init__(self, pool: PagePool, policy: KVPolicy, fail_at: int | None) -> None:
         self.pool, self.policy, self.fail_at = pool, policy, fail_at
-        self.words: list[list] = [[None] * pool.page_size for _ in range(pool.num_pages)]
+        self.words: list[list] = [[None] * pool.page_size for _ in range(pool.num_pages + 1)]
         self.expected: dict[int, list] = {}  # by request: what its cache must hold
         self.saved: dict[int, list] = {}
         self.prompt_words: dict[int, list] = {}
-        self.num_decodes = 0
+        self.drawn: list[list[int]] = []  # tokens of each step
         self.num_calls = 0
         self.num_prefills: dict[int, int] = {}
 
@@ -52,9 +54,16 @@ class FakeRunner:
         if self.num_calls == self.fail_at:
             raise Interrupt
 
-    def logits(self, requests: list[int], salt: int) -> torch.Tensor:
-        generator = torch.Generator().manual_seed(1000 * salt + sum(requests))
-        return torch.randn(len(requests), VOCABULARY, generator=generator)
+    def draw(self, count: int) -> None:
+        generator = torch.Generator().manual_seed(len(self.drawn))
+        self.drawn.append(torch.randint(0, VOCABULARY, (count,), generator=generator).tolist())
+
+    def fetch(self, first: int, count: int, batch: int) -> SimpleNamespace:
+        self.called()
+        steps = [step + [-1] * (batch - len(step)) for step in self.drawn[first : first + count]]
+        assert len(steps) == count, "more was fetched than drawn"
+        drawn = Drawn(np.array(steps), np.zeros((count, batch)), None, None)
+        return SimpleNamespace(wait=lambda: drawn)
 
     def read(self, pages: list[int], count: int) -> list:
         size = self.pool.page_size
@@ -84,7 +93,7 @@ class FakeRunner:
             self.write(prompt.holding.pages, 0, kept)
             self.prompt_words[prompt.prompt_idx] = kept
 
-    def start(self, starts) -> torch.Tensor:
+    def start(self, starts) -> None:
         self.called()
         self.pool.check()
         for start in starts:
@@ -95,22 +104,22 @@ class FakeRunner:
             assert start.sequence.num_entries == len(words)
             self.expected[start.sequence.request] = list(words)
             self.verify(start.sequence)
-        return self.logits([start.sequence.request for start in starts], salt=1)
+        self.draw(len(starts))
 
     def verify(self, sequence) -> None:
         assert self.read(sequence.holding.pages, sequence.num_entries) == self.expected[sequence.request]
 
-    def decode(self, running) -> torch.Tensor:
+    def decode(self, running, steps) -> None:
         self.called()
         self.pool.check()
-        self.num_decodes += 1
         assert len({sequence.row for sequence in running}) == len(running)
         for sequence in running:
             self.verify(sequence)
-            word = ("token", sequence.request, sequence.context - 1)
-            self.write(sequence.holding.pages, sequence.num_entries, [word])
-            self.expected[sequence.request].append(word)
-        return self.logits([sequence.request for sequence in running], salt=self.num_decodes + 2)
+            words = [("token", sequence.request, sequence.context - 1 + step) for step in range(steps)]
+            self.write(sequence.holding.pages, sequence.num_entries, words)
+            self.expected[sequence.request] += words
+        for _ in range(steps):
+            self.draw(len(running))
 
     def compress(self, due) -> None:
         self.called()
@@ -122,6 +131,7 @@ class FakeRunner:
     def save(self, sequence, pages) -> None:
         self.called()
         assert not isinstance(self.policy, EvictPolicy), "an evicting sequence was preempted"
+        assert sequence.num_drawn == len(sequence.token_ids), "a sequence left without its tokens"
         self.saved[sequence.request] = self.read(pages, sequence.num_entries)
 
     def restore(self, sequence) -> None:
@@ -136,7 +146,9 @@ SHAPE = AttentionShape(
 )  # fmt: skip
 
 
-def run(policy, prompt_lens, *, n, max_tokens, rows, page_size, spare_pages, max_prefill_tokens, fail_at):
+def run(
+    policy, prompt_lens, *, n, max_tokens, rows, page_size, spare_pages, max_prefill_tokens, fail_at, interval=1, lag=0
+):
     sequences = [
         Sequence(request=i * n + s, prompt_idx=i, prompt_len=length, max_tokens=max_tokens)
         for i, length in enumerate(prompt_lens)
@@ -150,6 +162,7 @@ def run(policy, prompt_lens, *, n, max_tokens, rows, page_size, spare_pages, max
     prompts = [Prompt(ids=(1,) * length) for length in prompt_lens]
     loaded = SimpleNamespace(shape=SHAPE, tokenizer=None, model=None)
     loop = Loop(loaded, sampling, prompts, sequences, scheduler, runner, None, None)
+    loop.interval, loop.lag = interval, lag
     interrupted = False
     try:
         loop.run()
@@ -186,6 +199,8 @@ policies = st.one_of(
     spare_pages=st.integers(0, 12),
     max_prefill_tokens=st.sampled_from([1, 16, 1000]),
     fail_at=st.one_of(st.none(), st.integers(1, 60)),
+    interval=st.sampled_from([1, 3, 8]),
+    lag=st.integers(0, 2),
 )
 @example(  # a pool of one sequence
     policy=Full(),
@@ -197,6 +212,8 @@ policies = st.one_of(
     spare_pages=0,
     max_prefill_tokens=1000,
     fail_at=None,
+    interval=1,
+    lag=0,
 )
 @settings(max_examples=300, deadline=None)
 def test_pages_through_whole_runs(**case):
@@ -221,17 +238,13 @@ def test_sharing_saves_pages():
     assert scheduler.pool.peak_used <= 10 + 8 * 2
 
 
-def test_claims_are_out_of_reach():
+def test_what_is_free_bounds_what_is_taken():
     pool = PagePool(4, 16)
-    first = pool.open(claim=3)
-    assert pool.num_available == 1
-    second = pool.open()
+    first, second = pool.open(), pool.open()
+    assert sorted(first.take(3)) == [1, 2, 3] and pool.num_available == 1, "page 0 is nobody's"
     second.take(1)
     with pytest.raises(AssertionError, match="available"):
         second.take(1)
-    first.take(3)
-    with pytest.raises(AssertionError, match="available"):
-        first.take(1)
 
 
 def test_check_finds_damage():
@@ -256,10 +269,10 @@ def test_preempted_sequences_come_back_oldest_first_and_before_new_ones():
     assert [start.sequence.request for start in scheduler.start()] == [0, 1, 2]
     for sequence in sequences[:3]:
         sequence.num_entries = 4
-    assert scheduler.make_room() == []  # each takes one of the three pages left
+    assert scheduler.make_room(1) == []  # each takes one of the three pages left
     for sequence in sequences[:3]:
         sequence.num_entries = 8
-    assert [sequence.request for sequence, _ in scheduler.make_room()] == [2]  # the youngest makes room for the others
+    assert [sequence.request for sequence, _ in scheduler.make_room(1)] == [2]  # the youngest makes room for the others
     assert [sequence.request for sequence in scheduler.preempted] == [2]
     assert scheduler.prefill() == [] and scheduler.start() == [], "nothing new while one is out"
     scheduler.finish(sequences[0])

@@ -3,20 +3,20 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from slow_policies import cut_margin, keep, keep_streaming, rkv_scores, snapkv_scores
 
 from sparse_rl.kv import POLICIES, RKV, EvictPolicy, SnapKV, Streaming, build_policy
 from sparse_rl.kv.cache import PagedCache
+from sparse_rl.kv.compress import compress
 from sparse_rl.kv.pages import PagePool
-from sparse_rl.kv.policy import select
 from sparse_rl.model.dry_run import AttentionShape
 
 LAYERS, DIM, PAGE = 2, 12, 16
@@ -150,13 +150,15 @@ def test_policy_equals_slow_implementation(policy, group):
             LAYERS, batch, policy.num_queries, heads * group, DIM, generator=generator, dtype=torch.float64
         )
         width = max(len(h.pages) for h in holdings)
-        kept = cache.compress(
+        kept = compress(
+            cache,
             policy,
             pages_BN=torch.tensor([h.pages + [0] * (width - len(h.pages)) for h in holdings]),
             lengths_B=torch.tensor(held),
             contexts_B=torch.tensor(seen),
             prompt_lens_B=torch.tensor(prompt_lens),
             queries_LBWHD=queries,
+            max_count=max(min(n, policy.target(p)) for n, p in zip(held, prompt_lens, strict=True)),
             record=True,
         )
         for (layer, b, h), sequence in slow.items():
@@ -186,52 +188,71 @@ def test_policy_equals_slow_implementation(policy, group):
             seen[b], held[b] = seen[b] + more, held[b] + more
 
 
-@st.composite
-def selections(draw):
-    batch, heads, size = draw(st.integers(1, 3)), draw(st.integers(1, 3)), draw(st.integers(1, 12))
-    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
-    lengths = torch.randint(1, size + 1, (batch,), generator=generator)
-    counts = (lengths * torch.rand(batch, generator=generator)).ceil().long().clamp(min=1)
-    importance = torch.randint(-2, 3, (batch, heads, size), generator=generator).float()  # many ties
-    importance[torch.rand(importance.shape, generator=generator) < 0.1] = float(
-        draw(st.sampled_from(["nan", "inf", "-inf"]))
+@contextmanager
+def no_waiting():
+    """Whatever waits for the GPU is an error."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        Streaming(budget=20, interval=9),
+        SnapKV(budget=24, interval=9, sinks=2),
+        RKV(budget=24, interval=9, protect_prompt=True),
+    ],
+    ids=lambda policy: policy.name,
+)
+def test_both_implementations_of_the_kernels_compress_alike(policy, device, monkeypatch):
+    """Layers with and without a window, rows of different lengths; on a GPU, without ever waiting for it."""
+    pytest.importorskip("triton")
+    shape = AttentionShape(
+        num_heads=6,
+        num_kv_heads=2,
+        head_dim=DIM,
+        windows=(None, 30),
+        scales=(0.3, 0.2),
+        dtype=torch.float32,
+        device=torch.device(device),
     )
-    order = torch.rand(batch, heads, size, generator=generator).argsort(-1).argsort(-1)
-    num_protected = (counts * torch.rand(batch, generator=generator)).long()
-    inside = torch.arange(size) < lengths[:, None]
-    rank = order.masked_fill(~inside[:, None], size).argsort(-1).argsort(-1)
-    protected = (rank < num_protected[:, None, None]) & inside[:, None]
-    return importance, protected, lengths, counts
-
-
-@given(selections())
-@settings(max_examples=200, deadline=None)
-def test_select_keeps_protected_and_the_best_of_the_rest(case):
-    importance, protected, lengths, counts = case
-    kept = select(importance, protected, lengths, counts)
-    for b in range(len(lengths)):
-        count = int(counts[b])
-        for h in range(importance.shape[1]):
-            chosen = kept[b, h, :count].tolist()
-            assert chosen == sorted(set(chosen)) and len(chosen) == count and chosen[-1] < lengths[b]
-            assert set(protected[b, h].nonzero()[:, 0].tolist()) <= set(chosen)
-            score = importance[b, h].nan_to_num(nan=float("-inf")).tolist()
-            free = [i for i in range(int(lengths[b])) if not protected[b, h, i]]
-            best = sorted(free, key=lambda i: (score[i], i), reverse=True)
-            expected = best[: count - int(protected[b, h].sum())]
-            assert set(chosen) == set(expected) | set(protected[b, h].nonzero()[:, 0].tolist())
-
-
-def test_select_by_hand():
-    importance = torch.tensor([[[5.0, 1.0, 3.0, 3.0, 0.0, 9.0]]])
-    protected = torch.tensor([[[False, False, False, False, True, False]]])
-    # Slot 5 is empty (length 5). Protected 4 stays, 0 is best, of the equal 2 and 3 the later wins.
-    assert select(importance, protected, torch.tensor([5]), torch.tensor([3])).tolist() == [[[0, 3, 4]]]
-
-
-def test_select_refuses_more_protected_entries_than_it_keeps():
-    with pytest.raises(AssertionError, match="protected"):
-        select(torch.zeros(1, 1, 4), torch.ones(1, 1, 4, dtype=torch.bool), torch.tensor([4]), torch.tensor([3]))
+    lengths, prompt_lens = [48, 37, 20], [5, 11, 2]
+    counts = [min(n, policy.target(p)) for n, p in zip(lengths, prompt_lens, strict=True)]
+    results = []
+    for triton in (False, True):
+        monkeypatch.setattr("sparse_rl.kernels.importance.use_triton", lambda _, triton=triton: triton)
+        monkeypatch.setattr("sparse_rl.kernels.compact.use_triton", lambda _, triton=triton: triton)
+        generator = torch.Generator().manual_seed(0)
+        cache = PagedCache(shape, num_pages=12, page_size=PAGE, num_rows=3, num_queries=policy.num_queries)
+        cache.k.copy_(random_keys(generator, *cache.k.shape))
+        cache.v.copy_(cache.k * 2)
+        pages = torch.tensor([[3, 9, 1], [2, 11, 7], [5, 4, 0]], dtype=torch.int32)
+        cache.positions[:, pages] = torch.arange(3 * PAGE, dtype=torch.int32).reshape(3, 1, PAGE).to(device)
+        ints = torch.tensor([lengths, lengths, prompt_lens], device=device)
+        queries = torch.randn(2, 3, policy.num_queries, 6, DIM, generator=generator).to(device)
+        arguments = {
+            "pages_BN": pages.to(device),
+            "lengths_B": ints[0],
+            "contexts_B": ints[1],
+            "prompt_lens_B": ints[2],
+            "queries_LBWHD": queries,
+            "max_count": max(counts),
+        }
+        if triton and device != "cpu":
+            compress(deepcopy(cache), policy, **arguments)  # compiles
+            clone = deepcopy(cache)
+            with no_waiting():
+                compress(clone, policy, **arguments)
+        kept = compress(cache, policy, **arguments, record=True)
+        results.append((kept, cache))
+    (kept, cache), (kept_triton, cache_triton) = results
+    for b, count in enumerate(counts):
+        assert torch.equal(kept[:, b, :, :count], kept_triton[:, b, :, :count])
+    for name in ("k", "v", "positions"):
+        assert torch.equal(getattr(cache, name), getattr(cache_triton, name))
 
 
 @pytest.mark.parametrize(

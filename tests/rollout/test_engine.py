@@ -287,8 +287,8 @@ def test_the_tail_searched_covers_the_longest_stop_string(stop, tiny):
     scheduler = SimpleNamespace(policy=Full())
     loop = Loop(tiny(), Sampling(stop=stop, stop_ids=()), [], [], scheduler, None, None, None)
     ids = list(("qq" + stop[-1]).encode())
-    assert loop.has_stop_string(SimpleNamespace(token_ids=ids))
-    assert not loop.has_stop_string(SimpleNamespace(token_ids=ids[:-1]))
+    assert loop.has_stop_string(ids)
+    assert not loop.has_stop_string(ids[:-1])
 
 
 def test_one_string_is_not_a_list_of_prompts(tiny):

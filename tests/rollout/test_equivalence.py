@@ -6,13 +6,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sparse_rl.kernels.sampling import request_key, token_key, uniform_ref
+from sparse_rl.kernels.sampling import request_key, token_keys_ref, uniform_ref
 from sparse_rl.kv import RKV, Full, SnapKV, Streaming
 from sparse_rl.model.attention import PackedRows, packed_positions
 from sparse_rl.model.tiny import FAMILIES
 from sparse_rl.rollout import Engine, EngineConfig, Sampling
 from sparse_rl.rollout.runner import Runner
 from sparse_rl.score import score
+from sparse_rl.types import Prompt
 
 POLICIES = [Full(), Streaming(budget=16, interval=9), SnapKV(budget=16, interval=9), RKV(budget=16, interval=9)]
 LENGTHS = (3, 25, 17, 8, 40)
@@ -59,7 +60,8 @@ def test_rows_do_not_matter_beyond_rounding_in_fp32(policy, tiny, prompts):
         same = differs[0] if differs else len(a.token_ids)
         torch.testing.assert_close(a.sampler_logprobs[:same], b.sampler_logprobs[:same], atol=1e-4, rtol=0)
         if differs:
-            noise = uniform_ref(torch.tensor([token_key(request_key(5, request), same)]), loaded.vocab_size)[0]
+            key = token_keys_ref(torch.tensor([request_key(5, request)]), torch.tensor([same]))
+            noise = uniform_ref(key, loaded.vocab_size)[0]
             perturbed = a.top_logprobs[same] - (-torch.log1p(-noise)).log()[a.top_ids[same]]
             best = perturbed.topk(2).values
             assert best[0] - best[1] < CLOSE_CALL, f"request {request} differs at {same} without a close call"
@@ -138,3 +140,30 @@ def test_prefill_keeps_to_its_limit(tiny, prompts, monkeypatch):
     config = EngineConfig(rows=16, page_size=16, max_prefill_tokens=30)
     Engine(tiny(), Full(), config).generate(prompts(*LENGTHS), Sampling(max_tokens=3, stop_ids=()))
     assert sizes == [[3, 25], [17, 8], [40]]
+
+
+@pytest.mark.parametrize("pages", [None, 14])
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda p: p.name)
+def test_reading_tokens_late_changes_nothing(policy, pages, tiny, prompts, monkeypatch):
+    """As on a GPU: several steps at once, ends noticed when the row has gone on; stop ids, strings and limits."""
+    loaded = tiny(dtype=torch.float64)
+    free = Engine(loaded, policy).generate(prompts(*LENGTHS), Sampling(max_tokens=50, n=3, seed=3, stop_ids=()))
+    stop_ids = tuple({int(rollout.token_ids[20]) for rollout in free[:4]})
+    stop = loaded.tokenizer.decode(free[-1].token_ids[15:17])
+    limits = [Prompt(ids=tuple(p), max_tokens=50 - 9 * i) for i, p in enumerate(prompts(*LENGTHS))]
+    sampling = Sampling(max_tokens=50, n=3, seed=3, stop_ids=stop_ids, stop=(stop,) if stop else (), top_logprobs=3)
+
+    def run():
+        engine = Engine(loaded, policy, EngineConfig(rows=6, page_size=16, pool_pages=pages))
+        return engine.generate(limits, sampling, record_kept=True)
+
+    expected = run()
+    assert len({r.finish_reason for r in expected}) >= 2
+    for interval, lag in ((8, 1), (3, 2), (5, 0)):
+        monkeypatch.setattr("sparse_rl.rollout.loop.pace", lambda device, got=(interval, lag): got)
+        for got, want in zip(run(), expected, strict=True):
+            assert got.token_ids.tolist() == want.token_ids.tolist() and got.finish_reason == want.finish_reason
+            torch.testing.assert_close(got.sampler_logprobs, want.sampler_logprobs)
+            assert torch.equal(got.top_ids, want.top_ids) and got.kv == want.kv
+            for a, b in zip(got.kept_positions, want.kept_positions, strict=True):
+                assert torch.equal(a, b)

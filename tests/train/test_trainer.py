@@ -203,13 +203,14 @@ def test_more_updates_than_prompts_are_refused_before_anything_runs(tmp_path):
         small_trainer(tmp_path / "run", parts={"update": UpdateConfig(updates_per_rollout=3)})
 
 
-def test_pools_are_freed_when_they_are_not_needed(tmp_path, monkeypatch):
-    trainer = small_trainer(tmp_path / "run", steps=1)
+@pytest.mark.parametrize(("policy", "kept"), [(None, True), (Full(), False)], ids=["bounded", "full"])
+def test_pools_that_grow_with_the_answers_are_freed_while_it_learns(tmp_path, monkeypatch, policy, kept):
+    trainer = small_trainer(tmp_path / "run", steps=1, parts={"kv": policy} if policy else {})
     held = []
     learn = trainer._learn
-    monkeypatch.setattr(trainer, "_learn", lambda *given: held.append(trainer.engine.cache) or learn(*given))
+    monkeypatch.setattr(trainer, "_learn", lambda *given: held.append(trainer.engine.cache.k.numel()) or learn(*given))
     trainer.train()
-    assert held == [None]
+    assert [bool(numel) for numel in held] == [kept]
 
 
 def test_trackers_of_the_settings_are_used(tmp_path):

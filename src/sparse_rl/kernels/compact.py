@@ -1,15 +1,84 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Move kept entries to the front of a sequence's pages, so that the pages behind them can be given back."""
+"""Choose the entries that stay, and move them to the front of their pages, so that the pages behind can be given back.
+
+kept = the `count` greatest of a row's first `length` slots by (protected, importance, slot), in ascending order
+slot t of the row becomes what slot kept_t was
+"""
 
 from __future__ import annotations
 
 import torch
 
+from sparse_rl.kernels.backend import use_triton
 from sparse_rl.kernels.decode import gather_pages_ref
 
 
-def compact_ref(
+def select_and_compact(
     pools: tuple[torch.Tensor, ...],  # each (P, K, page, ...): keys, values, positions, per-entry state
+    pages_BN: torch.Tensor,
+    importance_BKS: torch.Tensor,
+    protected_BKS: torch.Tensor,
+    lengths_B: torch.Tensor,  # entries held
+    counts_B: torch.Tensor,  # entries to keep
+    *,
+    max_count: int,
+) -> torch.Tensor:
+    """Cut every row and head to its count, in place; the slots that were kept, B K max_count, short rows padded."""
+    if use_triton(importance_BKS):
+        from sparse_rl.kernels.compact_triton import select_and_compact_triton as cut
+    else:
+        cut = select_and_compact_ref
+    return cut(pools, pages_BN, importance_BKS, protected_BKS, lengths_B, counts_B, max_count=max_count)
+
+
+def select_and_compact_ref(
+    pools: tuple[torch.Tensor, ...],
+    pages_BN: torch.Tensor,
+    importance_BKS: torch.Tensor,
+    protected_BKS: torch.Tensor,
+    lengths_B: torch.Tensor,
+    counts_B: torch.Tensor,
+    *,
+    max_count: int,
+) -> torch.Tensor:
+    kept_BKT = select_ref(importance_BKS, protected_BKS, lengths_B, counts_B, max_count=max_count)
+    compact_ref(pools, pages_BN, kept_BKT, counts_B)
+    return kept_BKT
+
+
+def select_ref(
+    importance_BKS: torch.Tensor,
+    protected_BKS: torch.Tensor,
+    lengths_B: torch.Tensor,
+    counts_B: torch.Tensor,
+    *,
+    max_count: int,
+) -> torch.Tensor:
+    """Slots of the `counts` entries to keep of each row's `lengths`, ascending; B K max_count, short rows padded.
+
+    Protected entries stay whatever their importance; the best of the others fill up the count. Of equal importance
+    the later slot wins; nan counts as least.
+    """
+    size = importance_BKS.shape[-1]
+    slot = torch.arange(size, device=importance_BKS.device)
+    written_BKS = (slot < lengths_B[:, None])[:, None].expand_as(importance_BKS)
+    assert bool((counts_B <= lengths_B.clamp(max=max_count)).all()), "more entries to keep than there are"
+    assert bool((protected_BKS.sum(-1) <= counts_B[:, None]).all()), "more protected entries than can be kept"
+
+    # Two stable sorts make one order: empty slots, then by importance, then protected entries last.
+    by_importance = importance_BKS.nan_to_num(nan=float("-inf")).argsort(dim=-1, stable=True)
+    rank = written_BKS.int() + (written_BKS & protected_BKS).int()
+    by_rank = rank.gather(-1, by_importance).argsort(dim=-1, stable=True)
+    worst_first = by_importance.gather(-1, by_rank)
+
+    best = slot >= size - counts_B[:, None]
+    kept_BKS = torch.zeros_like(written_BKS).scatter(-1, worst_first, best[:, None].expand_as(importance_BKS))
+    ascending = kept_BKS.logical_not().int().argsort(dim=-1, stable=True)
+    return ascending[..., :max_count]
+
+
+def compact_ref(
+    pools: tuple[torch.Tensor, ...],
     pages_BN: torch.Tensor,
     kept_BKT: torch.Tensor,  # slot in the sequence, in the order to store
     counts_B: torch.Tensor,  # how many of the T are real

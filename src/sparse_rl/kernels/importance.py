@@ -15,12 +15,16 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import max_pool1d
 
+from sparse_rl.kernels.backend import use_triton
+from sparse_rl.kernels.decode import gather_pages_ref
+
 SIMILARITY_BLOCK = 256
 NORM_EPS = 1e-8
 
 
-def attention_importance_ref(
-    k_BKSD: torch.Tensor,
+def attention_importance(
+    k_PKSD: torch.Tensor,
+    pages_BN: torch.Tensor,
     queries_BHWD: torch.Tensor,
     candidates_BKS: torch.Tensor,
     *,
@@ -28,6 +32,23 @@ def attention_importance_ref(
     kernel: int,
 ) -> torch.Tensor:
     """Pooled mean attention of the last queries to each candidate, B K S; zero where there is none."""
+    if use_triton(k_PKSD):
+        from sparse_rl.kernels.importance_triton import attention_importance_triton as score
+    else:
+        score = attention_importance_ref
+    return score(k_PKSD, pages_BN, queries_BHWD, candidates_BKS, scale_B=scale_B, kernel=kernel)
+
+
+def attention_importance_ref(
+    k_PKSD: torch.Tensor,
+    pages_BN: torch.Tensor,
+    queries_BHWD: torch.Tensor,
+    candidates_BKS: torch.Tensor,
+    *,
+    scale_B: torch.Tensor,
+    kernel: int,
+) -> torch.Tensor:
+    k_BKSD = gather_pages_ref(k_PKSD, pages_BN)
     batch, num_kv_heads = k_BKSD.shape[:2]
     q_BKGWD = queries_BHWD.reshape(batch, num_kv_heads, -1, *queries_BHWD.shape[2:])
     logits = torch.einsum("bkgwd,bksd->bkgws", upcast(q_BKGWD), upcast(k_BKSD)).amax(dim=2)
@@ -39,12 +60,22 @@ def attention_importance_ref(
     return pooled.masked_fill(~candidates_BKS, 0.0)
 
 
-def redundancy_ref(k_BKSD: torch.Tensor, live_BKS: torch.Tensor, *, threshold: float) -> torch.Tensor:
-    """Softmax over live entries of each key's mean cosine to the others, B K S; zero where dead.
+def redundancy(
+    k_PKSD: torch.Tensor, pages_BN: torch.Tensor, live_BKS: torch.Tensor, *, threshold: float
+) -> torch.Tensor:
+    """Softmax over live entries of each key's mean cosine to the others, B K S; zero where dead."""
+    if use_triton(k_PKSD):
+        from sparse_rl.kernels.importance_triton import redundancy_triton as score
+    else:
+        score = redundancy_ref
+    return score(k_PKSD, pages_BN, live_BKS, threshold=threshold)
 
-    Works in blocks of rows, so nothing of size S x S is held.
-    """
-    unit = upcast(k_BKSD)
+
+def redundancy_ref(
+    k_PKSD: torch.Tensor, pages_BN: torch.Tensor, live_BKS: torch.Tensor, *, threshold: float
+) -> torch.Tensor:
+    """Works in blocks of rows, so nothing of size S x S is held."""
+    unit = upcast(gather_pages_ref(k_PKSD, pages_BN))
     unit = unit / (unit.norm(dim=-1, keepdim=True) + NORM_EPS)
     size = unit.shape[2]
     column = torch.arange(size, device=unit.device)

@@ -4,8 +4,9 @@
     token   = argmax_v ( logits_v / T - log(-log(1 - u_v)) )          Gumbel-max
     logprob = log_softmax(logits / T)[token]                            of the distribution sampled from
 
-u_v is the v-th output of a SplitMix64 generator started at the row's key; a key is made from
-(seed, request, token index). So a token depends neither on the batch it was sampled in nor on its row.
+u_v is the v-th output of a SplitMix64 generator started at the token's key, which is made of the request's key and
+the token's index, and the request's key of (seed, request). So a token depends neither on the batch it was sampled in
+nor on its row.
 """
 
 from __future__ import annotations
@@ -14,40 +15,71 @@ from functools import lru_cache
 
 import torch
 
+from sparse_rl.kernels.backend import use_triton
+
 GOLDEN = 0x9E3779B97F4A7C15
 MIX_1 = 0xBF58476D1CE4E5B9
 MIX_2 = 0x94D049BB133111EB
 WORD = (1 << 64) - 1
 
 
-def sample_ref(
+Sampled = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]
+
+
+def sample(
     logits_BV: torch.Tensor,
     keys_B: torch.Tensor,
+    index_B: torch.Tensor,
     *,
     temperature: float,
     top_k: int | None = None,
     top_p: float = 1.0,
     num_top: int = 0,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+) -> Sampled:
+    """`sample_ref`, by one pass over the logits where they lie on a GPU."""
+    if use_triton(logits_BV):
+        from sparse_rl.kernels.sampling_triton import sample_triton as implementation
+    else:
+        implementation = sample_ref
+    return implementation(
+        logits_BV, keys_B, index_B, temperature=temperature, top_k=top_k, top_p=top_p, num_top=num_top
+    )
+
+
+def sample_ref(
+    logits_BV: torch.Tensor,
+    keys_B: torch.Tensor,  # int64, of the requests
+    index_B: torch.Tensor,  # int64, of the tokens to draw
+    *,
+    temperature: float,
+    top_k: int | None = None,
+    top_p: float = 1.0,
+    num_top: int = 0,
+) -> Sampled:
     """Tokens (B,), their log-probs (B,), and the `num_top` most likely ids and log-probs (B, k), if any.
 
-    Temperature 0 takes the best token and reports its log-prob at temperature 1.
+    Temperature 0 takes the best token and reports its log-prob at temperature 1. Logits that are not finite give a
+    log-prob that is not either.
     """
-    logits_BV = logits_BV if logits_BV.dtype == torch.float64 else logits_BV.float()
-    scaled = logits_BV / temperature if temperature > 0 else logits_BV
+    scaled = scale_ref(logits_BV, temperature)
     if top_k is not None or top_p < 1.0:
         scaled = truncate_ref(scaled, top_k, top_p)
     logprobs_BV = torch.log_softmax(scaled, dim=-1)
     if temperature > 0:
-        exponential = -torch.log1p(-uniform_ref(keys_B, scaled.shape[-1]))
+        exponential = -torch.log1p(-uniform_ref(token_keys_ref(keys_B, index_B), scaled.shape[-1]))
         tokens = (scaled - exponential.log()).argmax(dim=-1)
     else:
         tokens = scaled.argmax(dim=-1)
     chosen = logprobs_BV.gather(-1, tokens[:, None])[:, 0].float()
     if not num_top:
         return tokens, chosen, None, None
-    top = logprobs_BV.topk(num_top, dim=-1)
-    return tokens, chosen, top.indices, top.values.float()
+    top_ids = scaled.topk(num_top, dim=-1).indices
+    return tokens, chosen, top_ids, logprobs_BV.gather(-1, top_ids).float()
+
+
+def scale_ref(logits_BV: torch.Tensor, temperature: float) -> torch.Tensor:
+    logits_BV = logits_BV if logits_BV.dtype == torch.float64 else logits_BV.float()
+    return logits_BV / temperature if temperature > 0 else logits_BV
 
 
 def truncate_ref(scaled_BV: torch.Tensor, top_k: int | None, top_p: float) -> torch.Tensor:
@@ -64,13 +96,23 @@ def truncate_ref(scaled_BV: torch.Tensor, top_k: int | None, top_p: float) -> to
     return scaled_BV
 
 
-def uniform_ref(keys_B: torch.Tensor, size: int) -> torch.Tensor:
+def token_keys_ref(keys_B: torch.Tensor, index_B: torch.Tensor) -> torch.Tensor:
+    """The key of each request's token, (B,) int64."""
+    return mix_ref(keys_B + (index_B + 1) * _signed(GOLDEN))
+
+
+def uniform_ref(token_keys_B: torch.Tensor, size: int) -> torch.Tensor:
     """(B, size) fp32 uniforms from 2^-33 to 1 - 2^-24: the exponentials made of them are finite and never 0."""
-    state = keys_B[:, None] + _offsets(size, keys_B.device)
-    state = (state ^ _shift(state, 30)) * _signed(MIX_1)
-    state = (state ^ _shift(state, 27)) * _signed(MIX_2)
-    uniform = (_shift(state ^ _shift(state, 31), 32).float() + 0.5) * 2.0**-32
+    word = mix_ref(token_keys_B[:, None] + _offsets(size, token_keys_B.device))
+    uniform = (_shift(word, 32).float() + 0.5) * 2.0**-32
     return uniform.clamp(max=1.0 - 2.0**-24)  # the largest words round up to 1
+
+
+def mix_ref(word: torch.Tensor) -> torch.Tensor:
+    """`mix` on int64 tensors."""
+    word = (word ^ _shift(word, 30)) * _signed(MIX_1)
+    word = (word ^ _shift(word, 27)) * _signed(MIX_2)
+    return word ^ _shift(word, 31)
 
 
 def mix(word: int) -> int:
@@ -81,13 +123,8 @@ def mix(word: int) -> int:
 
 
 def request_key(seed: int, request: int) -> int:
-    """The 64-bit key of one request, from which `token_key` makes that of each token."""
-    return mix((mix(seed & WORD) + (request + 1) * GOLDEN) & WORD)
-
-
-def token_key(request_key: int, index: int) -> int:
-    """The signed 64-bit key of a request's token, as torch's int64 holds it."""
-    return _signed(mix((request_key + (index + 1) * GOLDEN) & WORD))
+    """The signed 64-bit key of one request, as torch's int64 holds it."""
+    return _signed(mix((mix(seed & WORD) + (request + 1) * GOLDEN) & WORD))
 
 
 @lru_cache(maxsize=8)

@@ -9,14 +9,13 @@ are logical and never derived from how many entries the cache holds.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
 
+import numpy as np
 import torch
 
-from sparse_rl.kernels.compact import compact_ref
-from sparse_rl.kernels.decode import decode_attention_ref, gather_pages_ref, visible_entries_ref
-from sparse_rl.kernels.prefill import packed_attention_ref
-from sparse_rl.kv.policy import Entries, EvictPolicy
+from sparse_rl.kernels.backend import use_triton
+from sparse_rl.kernels.decode import LayerPool, decode_attention, write_entries
+from sparse_rl.kernels.prefill import packed_attention
 from sparse_rl.model.dry_run import AttentionShape
 
 NO_WINDOW = 1 << 30
@@ -32,25 +31,76 @@ class Saved:
 
 
 class PagedCache:
+    """Pages 1 to `num_pages`, and page 0 for rows without a sequence; a ring of queries for every decode row.
+
+    `release` gives the pages' memory back, `resume` makes them anew, as many as asked for. Decode kernels find them
+    through `offsets` in device memory, so a captured graph stays good wherever they come to lie.
+    """
+
     def __init__(
         self, shape: AttentionShape, *, num_pages: int, page_size: int, num_rows: int, num_queries: int
     ) -> None:
         self.shape = shape
         self.page_size = page_size
         self.num_queries = num_queries
-        size = (shape.num_layers, num_pages, shape.num_kv_heads, page_size)
-        # Zeros, not empty: masked slots are multiplied by a weight of 0, and 0 * nan is nan.
-        self.k = torch.zeros(*size, shape.head_dim, dtype=shape.dtype, device=shape.device)
-        self.v = torch.zeros_like(self.k)
-        self.positions = torch.zeros(size, dtype=torch.int32, device=shape.device)
-        self.windows = torch.tensor([window or NO_WINDOW for window in shape.windows], device=shape.device)
+        device = shape.device
+        self.windows = torch.tensor([window or NO_WINDOW for window in shape.windows], device=device)
         precise = torch.float64 if shape.dtype == torch.float64 else torch.float32
-        self.scales = torch.tensor(shape.scales, dtype=precise, device=shape.device)
+        self.scales = torch.tensor(shape.scales, dtype=precise, device=device)
         self.queries = torch.zeros(
-            (shape.num_layers, num_rows, num_queries, shape.num_heads, shape.head_dim),
+            (shape.num_layers, num_rows + 1, num_queries, shape.num_heads, shape.head_dim),  # the last is nobody's
             dtype=shape.dtype,
-            device=shape.device,
+            device=device,
         )
+        self.anchor = self._pages(1, 1)  # never moves: what offsets count from
+        self.offsets = torch.zeros((shape.num_layers, 3), dtype=torch.int64, device=device)
+        self.num_pages = 0
+        self.k, self.v, self.positions = self._pages(shape.num_layers, 0)
+        self.resume(num_pages)
+
+    def release(self) -> None:
+        """Give the pages' memory back."""
+        self.num_pages = 0
+        self.k, self.v, self.positions = self._pages(self.shape.num_layers, 0)
+
+    def resume(self, num_pages: int) -> None:
+        """Make pages, empty ones, unless there are just as many."""
+        if self.num_pages == num_pages:
+            return
+        self.release()  # before the new ones are made
+        self.k, self.v, self.positions = self._pages(self.shape.num_layers, num_pages + 1)
+        self.num_pages = num_pages
+        pools = (self.k, self.v, self.positions)
+        self.offsets.copy_(
+            torch.tensor(
+                [
+                    [
+                        (pool[i].data_ptr() - a.data_ptr()) // a.itemsize
+                        for pool, a in zip(pools, self.anchor, strict=True)
+                    ]
+                    for i in range(self.shape.num_layers)
+                ]
+            )
+        )
+
+    def layer(self, layer_idx: int) -> LayerPool:
+        """The pages of one layer, as the decode kernels want them."""
+        if use_triton(self.k):
+            k, v, positions = (pool[0] for pool in self.anchor)
+            return LayerPool(k_PKSD=k, v_PKSD=v, positions_PKS=positions, offsets=self.offsets[layer_idx])
+        k, v, positions = (pool[layer_idx] for pool in (self.k, self.v, self.positions))
+        return LayerPool(k_PKSD=k, v_PKSD=v, positions_PKS=positions)
+
+    def fixed_tensors(self) -> tuple[torch.Tensor, ...]:
+        """What a captured decode step reads at the address it was captured with."""
+        return (*self.anchor, self.offsets, self.queries)
+
+    def _pages(self, num_layers: int, num_pages: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        shape = self.shape
+        size = (num_layers, num_pages, shape.num_kv_heads, self.page_size)
+        # Zeros, not empty: masked slots are multiplied by a weight of 0, and 0 * nan is nan.
+        k, v = (torch.zeros(*size, shape.head_dim, dtype=shape.dtype, device=shape.device) for _ in range(2))
+        return k, v, torch.zeros(size, dtype=torch.int32, device=shape.device)
 
     def clear(self) -> None:
         """Forget everything, in case what was written is not finite."""
@@ -58,59 +108,25 @@ class PagedCache:
             tensor.zero_()
 
     def copy_pages(self, sources: list[int], targets: list[int]) -> None:
-        source = torch.tensor(sources, device=self.k.device)
-        target = torch.tensor(targets, device=self.k.device)
+        source, target = to_device([sources, targets], self.k.device)
         for pool in (self.k, self.v, self.positions):
             pool[:, target] = pool[:, source]
 
     def save(self, pages: list[int]) -> Saved:
         """Copy a sequence's pages to host memory."""
-        index = torch.tensor(pages, device=self.k.device)
+        index = to_device(pages, self.k.device)
         return Saved(*(pool[:, index].cpu() for pool in (self.k, self.v, self.positions)))
 
     def restore(self, saved: Saved, pages: list[int]) -> None:
-        index = torch.tensor(pages, device=self.k.device)
+        index = to_device(pages, self.k.device)
         for pool, tensor in zip((self.k, self.v, self.positions), (saved.k, saved.v, saved.positions), strict=True):
             pool[:, index] = tensor.to(pool.device)
 
-    def compress(
-        self,
-        policy: EvictPolicy,
-        *,
-        pages_BN: torch.Tensor,
-        lengths_B: torch.Tensor,  # entries held
-        contexts_B: torch.Tensor,  # tokens seen, so the next token's position
-        prompt_lens_B: torch.Tensor,
-        queries_LBWHD: torch.Tensor,
-        record: bool = False,
-    ) -> torch.Tensor | None:
-        """Cut each row to the policy's target, in place. Returns the kept positions, L B K T, if asked to."""
-        # Layers are independent, so they join the rows: page p of layer l is page l * P + p of one long pool.
-        num_layers, num_pages = self.k.shape[:2]
-        batch, device = pages_BN.shape[0], pages_BN.device
-        layer_L11 = torch.arange(num_layers, device=device)[:, None, None]
-        pages_BN = (pages_BN + layer_L11 * num_pages).flatten(0, 1)
-        lengths_B, contexts_B, prompt_lens_B = (x.repeat(num_layers) for x in (lengths_B, contexts_B, prompt_lens_B))
-        pools = tuple(pool.flatten(0, 1) for pool in (self.k, self.v, self.positions))
-        k_BKSD, v_BKSD, positions_BKS = (gather_pages_ref(pool, pages_BN) for pool in pools)
 
-        size = positions_BKS.shape[-1]
-        slot = torch.arange(size, device=device)
-        recent_BS = (slot < lengths_B[:, None]) & (slot >= lengths_B[:, None] - policy.num_queries)
-        entries = Entries(
-            k_BKSD=k_BKSD,
-            v_BKSD=v_BKSD,
-            positions_BKS=positions_BKS,
-            live_BKS=visible_entries_ref(lengths_B, positions_BKS, contexts_B, self.windows.repeat_interleave(batch)),
-            recent_BS=recent_BS,
-            queries_BHWD=queries_LBWHD.flatten(0, 1).transpose(1, 2),
-            scale_B=self.scales.repeat_interleave(batch),
-        )
-        kept_BKT = policy.kept(entries, lengths_B, prompt_lens_B)
-        compact_ref(pools, pages_BN, kept_BKT, torch.minimum(lengths_B, policy.target(prompt_lens_B)))
-        if not record:
-            return None
-        return positions_BKS.gather(-1, kept_BKT).unflatten(0, (num_layers, batch)).cpu()
+def to_device(values: np.ndarray | list[int] | list[list[int]], device: torch.device) -> torch.Tensor:
+    """Integers on the device, without waiting for what it is doing."""
+    tensor = torch.tensor(np.asarray(values, dtype=np.int64))
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 class DecodeStep:
@@ -121,20 +137,17 @@ class DecodeStep:
         cache: PagedCache,
         *,
         pages_BN: torch.Tensor,
-        slots_B: torch.Tensor,  # where the new entry goes, counted in the sequence
+        lengths_B: torch.Tensor,  # entries, the new one included
         positions_B: torch.Tensor,  # logical position of the new token
         rows_B: torch.Tensor,  # whose query ring
+        max_length: int,
     ) -> None:
         self.cache = cache
         self.pages_BN = pages_BN
+        self.lengths_B = lengths_B
         self.positions_B = positions_B
         self.rows_B = rows_B
-        self.lengths_B = slots_B + 1
-        self.page_B = pages_BN.gather(1, (slots_B // cache.page_size)[:, None])[:, 0]
-        self.offset_B = slots_B % cache.page_size
-        slot = torch.arange(pages_BN.shape[1] * cache.page_size, device=slots_B.device)
-        self.written_B1S = (slot < self.lengths_B[:, None])[:, None]
-        cache.positions[:, self.page_B, :, self.offset_B] = positions_B.int()[:, None, None]
+        self.max_length = max_length
 
     def attend(
         self,
@@ -146,17 +159,16 @@ class DecodeStep:
         scale: float,
         window: int | None,
     ) -> torch.Tensor:
-        cache = self.cache
-        k_PKSD, v_PKSD = cache.k[layer_idx], cache.v[layer_idx]
-        k_PKSD[self.page_B, :, self.offset_B] = k_BKTD[:, :, 0]
-        v_PKSD[self.page_B, :, self.offset_B] = v_BKTD[:, :, 0]
-        if cache.num_queries:
-            cache.queries[layer_idx, self.rows_B, self.positions_B % cache.num_queries] = q_BHTD[:, :, 0]
-        visible = self.written_B1S
-        if window is not None:
-            positions_BKS = gather_pages_ref(cache.positions[layer_idx], self.pages_BN)
-            visible = visible_entries_ref(self.lengths_B, positions_BKS, self.positions_B, cache.windows[layer_idx])
-        return decode_attention_ref(q_BHTD[:, :, 0], k_PKSD, v_PKSD, self.pages_BN, visible, scale=scale)[:, :, None]
+        pool = self.cache.layer(layer_idx)
+        q_BHD, k_BKD, v_BKD = q_BHTD[:, :, 0], k_BKTD[:, :, 0], v_BKTD[:, :, 0]
+        where = (self.pages_BN, self.lengths_B, self.positions_B)
+        if self.cache.num_queries:
+            ring = self.cache.queries[layer_idx]
+            write_entries(pool, k_BKD, v_BKD, *where, q_BHD=q_BHD, ring_RWHD=ring, rows_B=self.rows_B)
+        else:
+            write_entries(pool, k_BKD, v_BKD, *where)
+        out = decode_attention(q_BHD, pool, *where, scale=scale, window=window, max_length=self.max_length)
+        return out[:, :, None]
 
 
 class PrefillStep:
@@ -165,22 +177,22 @@ class PrefillStep:
     def __init__(self, cache: PagedCache, *, boundaries: list[int], pages: list[list[int]]) -> None:
         self.cache = cache
         self.boundaries = boundaries
-        device = cache.k.device
-        spans = list(pairwise(boundaries))
-        slots = [torch.arange(b - a, device=device) for a, b in spans]
-        tables = [torch.tensor(table, device=device) for table in pages]
-        self.page_T = torch.cat([t[slot // cache.page_size] for t, slot in zip(tables, slots, strict=True)])
-        self.offset_T = torch.cat(slots) % cache.page_size
-        cache.positions[:, self.page_T, :, self.offset_T] = torch.cat(slots).int()[:, None, None]
+        device, num_queries, shape = cache.k.device, cache.num_queries, cache.shape
+        lengths = np.diff(boundaries)
+        slots = np.concatenate([np.arange(length) for length in lengths])
+        owner = np.repeat(np.arange(len(lengths)), lengths)
+        page = np.concatenate(
+            [np.array(t)[np.arange(n) // cache.page_size] for t, n in zip(pages, lengths, strict=True)]
+        )
+        self.page_T, self.offset_T, slots_T = to_device(np.stack([page, slots % cache.page_size, slots]), device)
+        cache.positions[:, self.page_T, :, self.offset_T] = slots_T.int()[:, None, None]
 
         # A prompt shorter than the ring leaves the rest of it zero; by the time a policy reads it, it is full.
-        num_queries, shape = cache.num_queries, cache.shape
-        last = [torch.arange(max(a, b - num_queries), b, device=device) for a, b in spans]
-        self.last_token = torch.cat(last)
-        self.last_prompt = torch.cat([torch.full_like(tokens, i) for i, tokens in enumerate(last)])
-        self.last_slot = torch.cat([(t - a) for t, (a, _) in zip(last, spans, strict=True)]) % max(num_queries, 1)
+        last = np.flatnonzero(slots >= lengths[owner] - num_queries)
+        ring = np.stack([last, owner[last], slots[last] % max(num_queries, 1)])
+        self.last_token, self.last_prompt, self.last_slot = to_device(ring, device)
         self.queries_LBWHD = torch.zeros(
-            (shape.num_layers, len(spans), num_queries, shape.num_heads, shape.head_dim),
+            (shape.num_layers, len(lengths), num_queries, shape.num_heads, shape.head_dim),
             dtype=shape.dtype,
             device=device,
         )
@@ -200,4 +212,4 @@ class PrefillStep:
         cache.v[layer_idx][self.page_T, :, self.offset_T] = v_BKTD[0].transpose(0, 1)
         if cache.num_queries:
             self.queries_LBWHD[layer_idx, self.last_prompt, self.last_slot] = q_BHTD[0].transpose(0, 1)[self.last_token]
-        return packed_attention_ref(q_BHTD, k_BKTD, v_BKTD, self.boundaries, scale=scale, window=window)
+        return packed_attention(q_BHTD, k_BKTD, v_BKTD, self.boundaries, scale=scale, window=window)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Who holds which page: integers only, so that it can be tested without a model.
 
-A `Holding` is one owner's pages in order. It may hold a *claim*: pages it can still take without asking, which the
-pool keeps out of everyone else's reach. A page may be shared by several holdings; whoever writes must hold it alone.
+A `Holding` is one owner's pages in order. A page may be shared by several holdings; whoever writes must hold it alone.
+Pages count from 1: page 0 is nobody's, and decode rows without a sequence write there.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ class PagePool:
     def __init__(self, num_pages: int, page_size: int) -> None:
         self.num_pages = num_pages
         self.page_size = page_size
-        self.free = list(range(num_pages - 1, -1, -1))  # a stack: the page freed last is used first
-        self.counts = [0] * num_pages  # holdings that contain the page
+        self.free = list(range(num_pages, 0, -1))  # a stack: the page freed last is used first
+        self.counts = [0] * (num_pages + 1)  # holdings that contain the page
         self.holdings: set[Holding] = set()
         self.peak_used = 0
 
@@ -23,51 +23,38 @@ class PagePool:
 
     @property
     def num_available(self) -> int:
-        """Free pages that nobody has a claim to."""
-        return len(self.free) - sum(holding.num_claimed for holding in self.holdings)
+        return len(self.free)
 
     def pages_for(self, num_entries: int) -> int:
         return -(-num_entries // self.page_size)
 
-    def open(self, claim: int = 0) -> Holding:
-        """A new, empty holding that may take `claim` pages."""
-        assert claim <= self.num_available, f"claim of {claim} pages with {self.num_available} available"
-        holding = Holding(self, claim)
+    def open(self) -> Holding:
+        """A new, empty holding."""
+        holding = Holding(self)
         self.holdings.add(holding)
         return holding
 
     def check(self) -> None:
         """Raise unless every page is either free or counted once for each holding that has it."""
-        counts = [0] * self.num_pages
+        counts = [0] * (self.num_pages + 1)
         for holding in self.holdings:
             assert len(set(holding.pages)) == len(holding.pages), f"page twice in {holding.pages}"
             for page in holding.pages:
                 counts[page] += 1
-        assert counts == self.counts, "page counts do not match the holdings"
-        assert sorted(self.free) == [page for page, count in enumerate(counts) if count == 0], "free list is wrong"
-        assert self.num_available >= 0, "more pages claimed than free"
+        assert counts == self.counts and counts[0] == 0, "page counts do not match the holdings"
+        assert sorted(self.free) == [page for page, count in enumerate(counts) if page and count == 0], (
+            "free list is wrong"
+        )
 
 
 class Holding:
-    def __init__(self, pool: PagePool, claim: int) -> None:
+    def __init__(self, pool: PagePool) -> None:
         self.pool = pool
         self.pages: list[int] = []
-        self.claim = claim  # pages this holding may come to have without asking
-
-    @property
-    def num_claimed(self) -> int:
-        """Pages of the claim that are not taken yet."""
-        return max(0, self.claim - len(self.pages))
-
-    def set_claim(self, claim: int) -> None:
-        grown = max(0, claim - len(self.pages)) - self.num_claimed
-        assert grown <= self.pool.num_available, f"claim grows by {grown} with {self.pool.num_available} available"
-        self.claim = claim
 
     def take(self, num_pages: int) -> list[int]:
-        """Append fresh pages, from the claim first."""
-        beyond = num_pages - self.num_claimed
-        assert beyond <= self.pool.num_available, f"{beyond} pages wanted with {self.pool.num_available} available"
+        """Append fresh pages."""
+        assert num_pages <= self.pool.num_available, f"{num_pages} pages wanted of {self.pool.num_available} available"
         taken = [self.pool.free.pop() for _ in range(num_pages)]
         for page in taken:
             self.pool.counts[page] = 1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a KV policy is, and the one `select` that all eviction shares.
+"""What a KV policy is, and the one cut that all eviction shares.
 
 A policy is frozen settings. It says when a sequence's cache is cut (`trigger`), to how many entries (`target`), and
 how important each entry is (`importance`). Which entries may not be dropped is said by a mask, never by a large score.
@@ -13,6 +13,9 @@ from typing import ClassVar, TypeVar
 
 import torch
 
+from sparse_rl.kernels.compact import select_and_compact
+from sparse_rl.kernels.decode import gather_pages_ref
+
 N = TypeVar("N", int, torch.Tensor)  # one count, or a row of them
 
 
@@ -20,13 +23,26 @@ N = TypeVar("N", int, torch.Tensor)  # one count, or a row of them
 class Entries:
     """Cache entries to compress, as a policy sees them; a row is one layer of one sequence."""
 
-    k_BKSD: torch.Tensor  # after rotation
-    v_BKSD: torch.Tensor
+    k_PKSD: torch.Tensor  # the pool; keys after rotation
+    v_PKSD: torch.Tensor
+    pages_BN: torch.Tensor  # the rows' pages in it
+    lengths_B: torch.Tensor  # entries held
+    prompt_lens_B: torch.Tensor
     positions_BKS: torch.Tensor  # logical
     live_BKS: torch.Tensor  # bool: written, and inside the layer's window if it has one
     recent_BS: torch.Tensor  # bool: the entries of the remembered queries, the newest `num_queries` slots
     queries_BHWD: torch.Tensor  # the last `num_queries` queries, in any order
     scale_B: torch.Tensor  # what attention multiplies q . k by
+
+    @property
+    def k_BKSD(self) -> torch.Tensor:  # noqa: N802
+        """The rows' keys, copied out of the pool."""
+        return gather_pages_ref(self.k_PKSD, self.pages_BN)
+
+    @property
+    def v_BKSD(self) -> torch.Tensor:  # noqa: N802
+        """The rows' values, copied out of the pool."""
+        return gather_pages_ref(self.v_PKSD, self.pages_BN)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,46 +95,37 @@ class EvictPolicy(KVPolicy, ABC):
     def importance(self, entries: Entries) -> torch.Tensor:
         """How much each entry matters, B K S; higher is kept. Only live entries outside the window are read."""
 
-    def kept(self, entries: Entries, lengths_B: torch.Tensor, prompt_lens_B: torch.Tensor) -> torch.Tensor:
-        """The slots to keep of each row and head in storing order, B K T; row b uses its first min(length, target)."""
-        first_B = (prompt_lens_B * self.protect_prompt).clamp(min=self.sinks)
-        protected = (entries.positions_BKS < first_B[:, None, None]) | entries.recent_BS[:, None]
-        importance = self.importance(entries).masked_fill(~entries.live_BKS, float("-inf"))
-        counts_B = torch.minimum(lengths_B, self.target(prompt_lens_B))
-        kept = select(importance, protected & entries.live_BKS, lengths_B, counts_B)
-        return self.arrange(kept, importance, entries, counts_B)
+    def evict(self, entries: Entries, pools: tuple[torch.Tensor, ...], *, max_count: int) -> torch.Tensor:
+        """Cut every row to min(length, target) entries, at most `max_count`, in place.
 
-    def arrange(
-        self, kept_BKT: torch.Tensor, importance_BKS: torch.Tensor, entries: Entries, counts_B: torch.Tensor
+        Returns the slots that were kept of each row and head in storing order, B K max_count, short rows padded.
+        """
+        first_B = (entries.prompt_lens_B * self.protect_prompt).clamp(min=self.sinks)
+        protected_BKS = (entries.positions_BKS < first_B[:, None, None]) | entries.recent_BS[:, None]
+        importance_BKS = torch.where(entries.live_BKS, self.importance(entries), float("-inf"))
+        counts_B = torch.minimum(entries.lengths_B, self.target(entries.prompt_lens_B))
+        return self.cut(entries, pools, importance_BKS, protected_BKS & entries.live_BKS, counts_B, max_count=max_count)
+
+    def cut(
+        self,
+        entries: Entries,
+        pools: tuple[torch.Tensor, ...],
+        importance_BKS: torch.Tensor,
+        protected_BKS: torch.Tensor,
+        counts_B: torch.Tensor,
+        *,
+        max_count: int,
     ) -> torch.Tensor:
-        """The order in which kept entries are stored: by position, as `select` gives them."""
-        return kept_BKT
-
-
-def select(
-    importance_BKS: torch.Tensor, protected_BKS: torch.Tensor, lengths_B: torch.Tensor, counts_B: torch.Tensor
-) -> torch.Tensor:
-    """Slots of the `counts` entries to keep of each row's `lengths`, ascending; B K T, short rows padded.
-
-    Protected entries stay whatever their importance; the best of the others fill up the count. Of equal importance
-    the later slot wins; nan counts as least.
-    """
-    size = importance_BKS.shape[-1]
-    slot = torch.arange(size, device=importance_BKS.device)
-    written_BKS = (slot < lengths_B[:, None])[:, None].expand_as(importance_BKS)
-    assert bool((counts_B <= lengths_B).all()), "more entries to keep than there are"
-    assert bool((protected_BKS.sum(-1) <= counts_B[:, None]).all()), "more protected entries than can be kept"
-
-    # Two stable sorts make one order: empty slots, then by importance, then protected entries last.
-    by_importance = importance_BKS.nan_to_num(nan=float("-inf")).argsort(dim=-1, stable=True)
-    rank = written_BKS.int() + (written_BKS & protected_BKS).int()
-    by_rank = rank.gather(-1, by_importance).argsort(dim=-1, stable=True)
-    worst_first = by_importance.gather(-1, by_rank)
-
-    best = slot >= size - counts_B[:, None]
-    kept_BKS = torch.zeros_like(written_BKS).scatter(-1, worst_first, best[:, None].expand_as(importance_BKS))
-    ascending = kept_BKS.logical_not().int().argsort(dim=-1, stable=True)
-    return ascending[..., : int(counts_B.max())]
+        """Keep the protected and the most important entries, stored in the order in which they were."""
+        return select_and_compact(
+            pools,
+            entries.pages_BN,
+            importance_BKS,
+            protected_BKS,
+            entries.lengths_B,
+            counts_B,
+            max_count=max_count,
+        )
 
 
 def at_least(policy: KVPolicy, field: str, least: int) -> None:

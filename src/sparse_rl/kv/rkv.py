@@ -14,7 +14,8 @@ from typing import ClassVar, Literal
 
 import torch
 
-from sparse_rl.kernels.importance import redundancy_ref
+from sparse_rl.kernels.compact import compact_ref, select_ref
+from sparse_rl.kernels.importance import redundancy
 from sparse_rl.kv.policy import Entries
 from sparse_rl.kv.snapkv import SnapKV
 
@@ -45,19 +46,36 @@ class RKV(SnapKV):
 
     def importance(self, entries: Entries) -> torch.Tensor:
         attention = SnapKV.importance(self, entries)
-        redundancy = redundancy_ref(entries.k_BKSD, entries.live_BKS, threshold=self.threshold)
-        return self.lam * attention - (1.0 - self.lam) * redundancy
+        repetition = redundancy(entries.k_PKSD, entries.pages_BN, entries.live_BKS, threshold=self.threshold)
+        return self.lam * attention - (1.0 - self.lam) * repetition
 
-    def arrange(
-        self, kept_BKT: torch.Tensor, importance_BKS: torch.Tensor, entries: Entries, counts_B: torch.Tensor
+    def cut(
+        self,
+        entries: Entries,
+        pools: tuple[torch.Tensor, ...],
+        importance_BKS: torch.Tensor,
+        protected_BKS: torch.Tensor,
+        counts_B: torch.Tensor,
+        *,
+        max_count: int,
     ) -> torch.Tensor:
         if self.order == "position":
-            return kept_BKT
-        # Best first, then the window in its own order, then padding: a stable sort on each key, least important first.
-        padding = torch.arange(kept_BKT.shape[-1], device=kept_BKT.device) >= counts_B[:, None]
-        recent = entries.recent_BS[:, None].expand_as(importance_BKS).gather(-1, kept_BKT)
-        score = importance_BKS.gather(-1, kept_BKT).masked_fill(recent, float("-inf"))
-        order = score.argsort(dim=-1, descending=True, stable=True)
-        rank = recent.int() + 2 * padding[:, None].int()
-        order = order.gather(-1, rank.gather(-1, order).argsort(dim=-1, stable=True))
-        return kept_BKT.gather(-1, order)
+            return SnapKV.cut(self, entries, pools, importance_BKS, protected_BKS, counts_B, max_count=max_count)
+        kept_BKT = select_ref(importance_BKS, protected_BKS, entries.lengths_B, counts_B, max_count=max_count)
+        kept_BKT = best_first(kept_BKT, importance_BKS, entries.recent_BS, counts_B)
+        compact_ref(pools, entries.pages_BN, kept_BKT, counts_B)
+        return kept_BKT
+
+
+def best_first(
+    kept_BKT: torch.Tensor, importance_BKS: torch.Tensor, recent_BS: torch.Tensor, counts_B: torch.Tensor
+) -> torch.Tensor:
+    """Kept slots by falling importance, then the window in its own order, then padding."""
+    # A stable sort on each key, the least important key first.
+    padding = torch.arange(kept_BKT.shape[-1], device=kept_BKT.device) >= counts_B[:, None]
+    recent = recent_BS[:, None].expand_as(importance_BKS).gather(-1, kept_BKT)
+    score = importance_BKS.gather(-1, kept_BKT).masked_fill(recent, float("-inf"))
+    order = score.argsort(dim=-1, descending=True, stable=True)
+    rank = recent.int() + 2 * padding[:, None].int()
+    order = order.gather(-1, rank.gather(-1, order).argsort(dim=-1, stable=True))
+    return kept_BKT.gather(-1, order)

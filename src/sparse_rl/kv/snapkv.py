@@ -12,7 +12,7 @@ from typing import ClassVar
 
 import torch
 
-from sparse_rl.kernels.importance import attention_importance_ref
+from sparse_rl.kernels.importance import attention_importance
 from sparse_rl.kv.policy import Entries, EvictPolicy, at_least
 
 
@@ -40,8 +40,9 @@ class SnapKV(EvictPolicy):
         return self.window
 
     def importance(self, entries: Entries) -> torch.Tensor:
-        return attention_importance_ref(
-            entries.k_BKSD,
+        return attention_importance(
+            entries.k_PKSD,
+            entries.pages_BN,
             entries.queries_BHWD,
             entries.live_BKS & ~entries.recent_BS[:, None],
             scale_B=entries.scale_B,

@@ -13,13 +13,14 @@ an ignored keyword would change the logits without a word.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from sparse_rl.kernels.prefill import causal_attention_ref, packed_attention_ref
+from sparse_rl.kernels.prefill import causal_attention_ref, packed_attention
 
 NAME = "sparse_rl"
 
@@ -62,7 +63,7 @@ class PackedRows:
         scale: float,
         window: int | None,
     ) -> torch.Tensor:
-        return packed_attention_ref(q_BHTD, k_BKTD, v_BKTD, self.boundaries, scale=scale, window=window)
+        return packed_attention(q_BHTD, k_BKTD, v_BKTD, self.boundaries, scale=scale, window=window)
 
 
 def packed_positions(boundaries: list[int], device: torch.device) -> torch.Tensor:
@@ -144,6 +145,12 @@ def register() -> None:
     function: Callable[..., Any] = attention
     AttentionInterface.register(NAME, function)
     AttentionMaskInterface.register(NAME, attention_mask)
+
+
+@lru_cache(maxsize=1)
+def keep_out_of_compiled_code() -> None:
+    """Let `torch.compile` step around our attention: it reads the layer's number, which would compile every layer."""
+    AttentionInterface.register(NAME, torch.compiler.disable(attention))
 
 
 register()

@@ -172,14 +172,28 @@ def check_dropout(model: PreTrainedModel) -> None:
 
 def warn_of_rope(model: PreTrainedModel) -> None:
     """Some rotations depend on the longest sequence of the batch, so rows then influence each other."""
-    parameters = getattr(model.config, "rope_parameters", None) or {}
-    nested = [given for given in parameters.values() if isinstance(given, dict)]
-    kinds = {str(given.get("rope_type")) for given in (parameters, *nested)} & {"dynamic", "longrope"}
+    kinds = batch_ropes(model)
     if kinds:
         logger.warning(
             "rope type %s depends on the longest sequence decoded together: results then vary with the batch.",
             ", ".join(sorted(kinds)),
         )
+
+
+def batch_ropes(model: PreTrainedModel) -> set[str]:
+    """The model's rope types that look at the positions of the whole batch."""
+    parameters = getattr(model.config, "rope_parameters", None) or {}
+    nested = [given for given in parameters.values() if isinstance(given, dict)]
+    return {str(given.get("rope_type")) for given in (parameters, *nested)} & {"dynamic", "longrope"}
+
+
+def waits_for_device(model: PreTrainedModel) -> str:
+    """Why the model's forward pass cannot go into a CUDA graph, or nothing if it can."""
+    if batch_ropes(model):
+        return f"its rotation ({', '.join(sorted(batch_ropes(model)))}) looks at the positions"
+    if any(getattr(model.config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
+        return "it routes tokens to experts"
+    return ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,15 +20,17 @@ from sparse_rl.kv.full import Full
 from sparse_rl.kv.pages import PagePool
 from sparse_rl.kv.policy import EvictPolicy, KVPolicy
 from sparse_rl.model.load import LoadedModel
+from sparse_rl.rollout.decoder import Decoder
 from sparse_rl.rollout.loop import Loop, Progress
 from sparse_rl.rollout.runner import Runner
 from sparse_rl.rollout.sampler import Sampling
-from sparse_rl.rollout.scheduler import Scheduler, entries_needed
+from sparse_rl.rollout.scheduler import Scheduler, entries_needed, entries_reached
 from sparse_rl.rollout.sequence import Sequence
 from sparse_rl.types import Prompt, Rollout
 
 MAX_REQUESTS = 1 << 22  # of a call
-MEMORY_SHARE = 0.5  # of what is free, for a pool whose size is not given
+HOST_SHARE = 0.5  # of free host memory, for a pool whose size is not given
+GPU_RESERVE = 0.1  # of a GPU's memory, left to prefill, logits and graphs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,9 +39,12 @@ class EngineConfig:
 
     rows: sequences decoded together
     page_size: cache entries a page, a multiple of 16
-    pool_pages: pages in the pool; without it or pool_bytes, enough for all rows or half the free memory
+    pool_pages: pages in the pool; without it or pool_bytes, enough for all rows, or what is free less a reserve (a
+        tenth of the GPU's memory; on a CPU, half of what is free)
     pool_bytes: the same in bytes, keys, values and positions included
     max_prefill_tokens: prompt tokens prefilled in one forward (one longer prompt still goes alone)
+    graphs: replay decode steps as CUDA graphs; no effect on a CPU
+    compile: compile the decoder layers that go into the graphs; takes up to a minute once, and a C compiler
     """
 
     rows: int = 32
@@ -47,6 +52,8 @@ class EngineConfig:
     pool_pages: int | None = None
     pool_bytes: int | None = None
     max_prefill_tokens: int = 8192
+    graphs: bool = True
+    compile: bool = True
 
     def __post_init__(self) -> None:
         if self.rows < 1:
@@ -69,6 +76,7 @@ class EngineStats:
     num_prefills: int
     num_preemptions: int
     num_steps: int
+    capture_s: float  # compiling and capturing decode steps; 0 when those of an earlier call served
 
 
 class Engine:
@@ -79,6 +87,7 @@ class Engine:
         self.kv = kv or Full()
         self.config = config or EngineConfig()
         self.cache: PagedCache | None = None
+        self.decoder: Decoder | None = None
         self.stats: EngineStats | None = None
 
     @torch.no_grad()
@@ -119,6 +128,7 @@ class Engine:
         num_pages = self._num_pages(sequences)
         self._check_fits(num_pages, sequences)
         cache = self._cache_of(num_pages)
+        decoder = self._decoder_of(cache, sampling, sequences)
         pool = PagePool(num_pages, self.config.page_size)
         scheduler = Scheduler(
             pool,
@@ -127,10 +137,11 @@ class Engine:
             num_rows=min(self.config.rows, len(sequences)),
             max_prefill_tokens=self.config.max_prefill_tokens,
         )
-        runner = Runner(self.loaded.model, cache, self.kv, record_kept=record_kept)
+        runner = Runner(decoder, self.kv, record_kept=record_kept)
         loop = Loop(self.loaded, sampling, inputs, sequences, scheduler, runner, on_step, on_rollout)
         modes = [(module, module.training) for module in self.loaded.model.modules()]
         self.loaded.model.eval()
+        captured_before = decoder.capture_s
         try:
             loop.run()
         except BaseException:
@@ -150,12 +161,26 @@ class Engine:
             num_prefills=scheduler.num_prefills,
             num_preemptions=scheduler.num_preemptions,
             num_steps=loop.num_steps,
+            capture_s=decoder.capture_s - captured_before,
         )
         return [loop.rollout(sequence) for sequence in sequences]
 
     def release(self) -> None:
-        """Give the pool's memory back; the next call makes a new one."""
-        self.cache = None
+        """Give the pool's memory back; the next call makes a new one, and its graphs stay good."""
+        if self.cache is not None:
+            self.cache.release()
+
+    @property
+    def bounded(self) -> bool:
+        """Whether the pool is the same small size whatever the answers' length, so that it need not be released."""
+        return self._bound is not None
+
+    @property
+    def _bound(self) -> int | None:
+        """Most entries a decoding sequence can come to hold, if that does not depend on the sequence."""
+        if isinstance(self.kv, EvictPolicy) and not self.kv.protect_prompt:
+            return self.kv.trigger(0)
+        return None
 
     @property
     def context(self) -> int:
@@ -211,9 +236,15 @@ class Engine:
             return max(self.config.pool_bytes, 0) // self._page_bytes
         largest = max(self._pages_needed(sequence) for sequence in sequences)
         wanted = largest * (min(self.config.rows, len(sequences)) + 1)
-        held = self.cache.k.shape[1] * self._page_bytes if self.cache is not None else 0
-        affordable = int(MEMORY_SHARE * (free_bytes(self.loaded.shape.device) + held)) // self._page_bytes
-        return min(wanted, max(affordable, largest))
+        held = self.cache.num_pages if self.cache is not None else 0
+        device = self.loaded.shape.device
+        free = free_bytes(device) + held * self._page_bytes
+        if device.type == "cuda":
+            spare = free - int(GPU_RESERVE * torch.cuda.get_device_properties(device).total_memory)
+        else:
+            spare = int(HOST_SHARE * free)
+        wanted = min(wanted, max(spare // self._page_bytes, largest))
+        return held if wanted <= held <= 2 * wanted else wanted  # a pool that serves is kept
 
     def _check_fits(self, num_pages: int, sequences: list[Sequence]) -> None:
         worst = max(sequences, key=self._pages_needed)
@@ -239,9 +270,8 @@ class Engine:
 
     def _cache_of(self, num_pages: int) -> PagedCache:
         """The pool's tensors, kept between calls of the same size."""
-        if self.cache is None or self.cache.k.shape[1] != num_pages:
-            self.cache = None  # free the old pool before the new one is made
-            try:
+        try:
+            if self.cache is None:
                 self.cache = PagedCache(
                     self.loaded.shape,
                     num_pages=num_pages,
@@ -249,13 +279,33 @@ class Engine:
                     num_rows=self.config.rows,
                     num_queries=self.kv.num_queries,
                 )
-            except (RuntimeError, MemoryError) as error:
-                raise ValueError(
-                    f"a pool of {num_pages} pages ({num_pages * self._page_bytes} bytes) and the queries of "
-                    f"{self.config.rows} rows cannot be allocated on {self.loaded.shape.device}; give a smaller "
-                    "engine.pool_bytes or fewer engine.rows."
-                ) from error
+            self.cache.resume(num_pages)
+        except (RuntimeError, MemoryError) as error:
+            raise ValueError(
+                f"a pool of {num_pages} pages ({num_pages * self._page_bytes} bytes) and the queries of "
+                f"{self.config.rows} rows cannot be allocated on {self.loaded.shape.device}; give a smaller "
+                "engine.pool_bytes or fewer engine.rows."
+            ) from error
         return self.cache
+
+    def _decoder_of(self, cache: PagedCache, sampling: Sampling, sequences: list[Sequence]) -> Decoder:
+        """The decode step, kept with its graphs between calls that sample alike."""
+        # Room for later calls, so that their graphs are these.
+        longest = max(entries_reached(self.kv, sequence) for sequence in sequences)
+        max_entries = self._bound or 1 << (longest - 1).bit_length()
+        if self.decoder is None or not self.decoder.fits(sampling, max_entries):
+            self.decoder = None  # its graphs' memory goes first
+            self.decoder = Decoder(
+                self.loaded.model,
+                cache,
+                sampling,
+                num_rows=self.config.rows,
+                max_entries=max_entries,
+                graphs=self.config.graphs,
+                compiles=self.config.compile,
+            )
+        self.decoder.prepare()
+        return self.decoder
 
 
 def free_bytes(device: torch.device) -> int:

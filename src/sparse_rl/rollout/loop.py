@@ -1,27 +1,41 @@
 # SPDX-License-Identifier: Apache-2.0
 """One call of the engine, step by step, and what it collects.
 
-admit:   resume preempted -> prefill prompts -> compress long ones -> start samples
-decode:  make room -> one token a row -> compress the rows that are due -> sample
+admit:    resume preempted -> prefill prompts -> compress long ones -> start samples
+decode:   make room -> a few tokens a row -> compress the rows that are due
+collect:  fetch drawn tokens -> append them to their sequences -> look for ends
+
+How long every cache is after so many steps is known beforehand, so nothing here waits for the device but `collect`, and
+that reads on a GPU what was drawn a few steps ago. A sequence that has ended is thus decoded a little further; what it
+draws there is dropped.
 """
 
 from __future__ import annotations
 
-import math
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
-from sparse_rl.kernels.sampling import sample_ref, token_key
 from sparse_rl.kv.policy import EvictPolicy
 from sparse_rl.model.load import LoadedModel, stop_ids
+from sparse_rl.rollout.rows import CAPACITY, Drawn, Fetch
 from sparse_rl.rollout.runner import Runner
 from sparse_rl.rollout.sampler import Sampling
 from sparse_rl.rollout.scheduler import Scheduler
 from sparse_rl.rollout.sequence import Sequence
-from sparse_rl.types import KVStats, Prompt, Rollout
+from sparse_rl.types import FinishReason, KVStats, Prompt, Rollout
+
+
+def pace(device: torch.device) -> tuple[int, int]:
+    """Steps between two fetches, and how many fetches may be under way.
+
+    A GPU is never waited for, at the price of up to twice the steps decoded in vain after an end; a CPU wastes none.
+    """
+    return (8, 1) if device.type == "cuda" else (1, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +51,14 @@ class Progress:
     full_so_far: int  # the same for a dense cache
     pages_used: int
     num_pages: int
+
+
+@dataclass(slots=True)
+class Flight:
+    """Steps whose tokens have not been read: column i is the next tokens of sequence i."""
+
+    sequences: list[Sequence]
+    steps: int
 
 
 class Loop:
@@ -61,9 +83,13 @@ class Loop:
         self.runner = runner
         self.on_step = on_step
         self.on_rollout = on_rollout
-        self.stop_ids = frozenset(stop_ids(loaded.model) if sampling.stop_ids is None else sampling.stop_ids)
+        self.stop_ids = np.array(stop_ids(loaded.model) if sampling.stop_ids is None else sampling.stop_ids, dtype=int)
         # A stop string of m bytes spans at most m tokens; a few more keep a cut character from hiding it.
         self.stop_tail = max((len(string.encode()) for string in sampling.stop), default=0) + 4
+        self.interval, self.lag = pace(loaded.shape.device)
+        self.flights: list[Flight] = []  # drawn, not fetched
+        self.fetches: deque[tuple[list[Flight], Fetch]] = deque()
+        self.num_fetched = 0  # steps
         self.num_steps = 0
         self.num_tokens = 0
         self.num_finished = 0
@@ -73,17 +99,22 @@ class Loop:
 
     def run(self) -> None:
         scheduler = self.scheduler
-        while scheduler.busy:
-            self.admit()
+        while scheduler.busy or self.flights or self.fetches:
+            while self.num_unfetched < CAPACITY // 2 and self.admit():
+                pass
             if scheduler.running:
                 self.decode()
+            self.collect()
             if self.on_step is not None:
                 self.on_step(self.progress())
 
-    def admit(self) -> None:
+    def admit(self) -> bool:
+        """Let sequences in; whether any came."""
         scheduler, runner, policy = self.scheduler, self.runner, self.policy
         for sequence in scheduler.resume():
             runner.restore(sequence)
+        if not scheduler.refills:
+            return False
         held = scheduler.prefill()
         if held:
             runner.prefill(held, self.prompts)
@@ -95,74 +126,132 @@ class Loop:
         starts = scheduler.start()
         if starts:
             for start in starts:
-                sequence = start.sequence
-                sequence.num_compressions = start.prompt.num_compressions
-                sequence.kept_positions = list(start.prompt.kept_positions)
-            self.sample([start.sequence for start in starts], runner.start(starts))
+                start.sequence.compressed_at = list(start.prompt.compressed_at)
+                start.sequence.kept_positions = list(start.prompt.kept_positions)
+            runner.start(starts)
+            self.flights.append(Flight([start.sequence for start in starts], 1))
+            self.retire([start.sequence for start in starts])
+        return bool(starts)
 
     def decode(self) -> None:
         scheduler, runner, policy = self.scheduler, self.runner, self.policy
-        for sequence, pages in scheduler.make_room():
+        if scheduler.short_of_pages(scheduler.horizon(self.interval)):
+            self.drain()  # ends that were not known may give pages, and a preempted sequence must know its tokens
+        if not scheduler.running:
+            return
+        steps = scheduler.horizon(self.interval)
+        for sequence, pages in scheduler.make_room(steps):
             runner.save(sequence, pages)
         running = list(scheduler.running)
-        logits = runner.decode(running)
-        self.num_steps += 1
+        runner.decode(running, steps)
+        if self.flights and self.flights[-1].sequences == running:
+            self.flights[-1].steps += steps
+        else:
+            self.flights.append(Flight(running, steps))
+        self.num_steps += steps
         for sequence in running:
-            sequence.num_entries += 1
-            sequence.held.append(sequence.num_entries)
-            self.held_so_far += sequence.num_entries
-            self.full_so_far += sequence.context
+            sequence.held.extend(range(sequence.num_entries + 1, sequence.num_entries + steps + 1))
+            sequence.num_entries += steps
+            sequence.num_drawn += steps
         if isinstance(policy, EvictPolicy):
             due = [s for s in running if s.num_entries >= policy.trigger(s.prompt_len)]
             runner.compress(due)
             for sequence in due:
                 scheduler.compacted(sequence, policy.target(sequence.prompt_len))
-        self.sample(running, logits)
+        self.retire(running)
 
-    def sample(self, sequences: list[Sequence], logits_BV: torch.Tensor) -> None:
-        """Draw each sequence's next token; those that end give their pages back."""
-        keys = [token_key(s.key, len(s.token_ids)) for s in sequences]
-        tokens, logprobs, top_ids, top_logprobs = sample_ref(
-            logits_BV,
-            torch.tensor(keys, device=logits_BV.device),
-            temperature=self.sampling.temperature,
-            top_k=self.sampling.top_k,
-            top_p=self.sampling.top_p,
-            num_top=self.sampling.top_logprobs,
-        )
-        if top_ids is not None and top_logprobs is not None:  # one copy for all rows
-            for sequence, ids, values in zip(
-                sequences, top_ids.cpu().unbind(), top_logprobs.cpu().unbind(), strict=True
-            ):
-                sequence.top_ids.append(ids)
-                sequence.top_logprobs.append(values)
-        for sequence, token, logprob in zip(sequences, tokens.tolist(), logprobs.tolist(), strict=True):
-            if not math.isfinite(logprob):
-                raise FloatingPointError(
-                    f"request {sequence.request} has logits that are not finite at token {len(sequence.token_ids)}; "
-                    "check the weights, or load the model in float32."
-                )
-            sequence.token_ids.append(token)
-            sequence.logprobs.append(logprob)
-            self.num_tokens += 1
-            self.finish(sequence)
+    def retire(self, sequences: list[Sequence]) -> None:
+        """Take those that may draw no more out of their rows."""
+        for sequence in sequences:
+            if sequence.num_drawn >= sequence.max_tokens:
+                self.scheduler.finish(sequence)
 
-    def finish(self, sequence: Sequence) -> None:
-        if sequence.token_ids[-1] in self.stop_ids:
-            sequence.finish_reason = "stop"
-        elif self.sampling.stop and self.has_stop_string(sequence):
-            sequence.finish_reason = "stop_string"
-        elif len(sequence.token_ids) >= sequence.max_tokens:
-            sequence.finish_reason = "length"
-        else:
-            return
-        self.scheduler.finish(sequence)
+    def collect(self) -> None:
+        """Fetch what was drawn if there is enough of it, and read what was fetched before."""
+        idle = not self.scheduler.running
+        if idle or self.num_unfetched >= self.interval:
+            self.fetch()
+        while len(self.fetches) > (0 if idle else self.lag):
+            self.read(*self.fetches.popleft())
+
+    @property
+    def num_unfetched(self) -> int:
+        return sum(flight.steps for flight in self.flights)
+
+    def drain(self) -> None:
+        self.fetch()
+        while self.fetches:
+            self.read(*self.fetches.popleft())
+
+    def fetch(self) -> None:
+        if self.flights:
+            count = self.num_unfetched
+            batch = max(len(flight.sequences) for flight in self.flights)
+            self.fetches.append((self.flights, self.runner.fetch(self.num_fetched, count, batch)))
+            self.num_fetched += count
+            self.flights = []
+
+    def read(self, flights: list[Flight], fetch: Fetch) -> None:
+        drawn = fetch.wait()
+        ends = np.isin(drawn.tokens, self.stop_ids)
+        first = 0
+        for flight in flights:
+            steps = slice(first, first + flight.steps)
+            for column, sequence in enumerate(flight.sequences):
+                if sequence.finish_reason is None:
+                    self.append(sequence, drawn, ends[steps, column], steps, column)
+            first += flight.steps
+
+    def append(self, sequence: Sequence, drawn: Drawn, ends: np.ndarray, steps: slice, column: int) -> None:
+        """Add the tokens of some steps to a sequence, up to its end if that is among them."""
+        tokens = drawn.tokens[steps, column]
+        count, reason = self.end_of(sequence, tokens, ends)
+        logprobs = drawn.logprobs[steps, column][:count]
+        if not np.isfinite(logprobs).all():
+            raise FloatingPointError(
+                f"request {sequence.request} has logits that are not finite at token "
+                f"{len(sequence.token_ids) + int(np.isfinite(logprobs).argmin())}; check the weights, or load the "
+                "model in float32."
+            )
+        before = max(len(sequence.token_ids) - 1, 0)  # decode steps; the first token came from the prefill
+        sequence.token_ids += tokens[:count].tolist()
+        sequence.logprobs += logprobs.tolist()
+        if drawn.top_ids is not None and drawn.top_logprobs is not None:
+            sequence.top_ids.append(torch.from_numpy(drawn.top_ids[steps, column][:count].copy()))
+            sequence.top_logprobs.append(torch.from_numpy(drawn.top_logprobs[steps, column][:count].copy()))
+        after = len(sequence.token_ids) - 1
+        self.num_tokens += count
+        self.held_so_far += sum(sequence.held[before:after])
+        self.full_so_far += sum(range(sequence.prompt_len + before + 1, sequence.prompt_len + after + 1))
+        if reason is not None:
+            self.finish(sequence, reason)
+
+    def end_of(self, sequence: Sequence, tokens: np.ndarray, ends: np.ndarray) -> tuple[int, FinishReason | None]:
+        """How many of the tokens belong to the sequence, and why it ends with them, if it does."""
+        count = int(ends.argmax()) + 1 if ends.any() else len(tokens)
+        if self.sampling.stop:
+            so_far = sequence.token_ids[-self.stop_tail :]
+            for i in range(count - int(ends.any())):  # an end token says more than the string it completes
+                if self.has_stop_string([*so_far, *tokens[: i + 1].tolist()]):
+                    return i + 1, "stop_string"
+        if ends.any():
+            return count, "stop"
+        return count, "length" if len(sequence.token_ids) + count >= sequence.max_tokens else None
+
+    def finish(self, sequence: Sequence, reason: FinishReason) -> None:
+        sequence.finish_reason = reason
+        if sequence.holding is not None:  # else it had drawn all it may
+            self.scheduler.finish(sequence)
+        num_tokens = len(sequence.token_ids)
+        del sequence.held[num_tokens - 1 :]
+        fired = sum(drawn < num_tokens for drawn in sequence.compressed_at)
+        del sequence.compressed_at[fired:], sequence.kept_positions[fired:]
         self.num_finished += 1
         if self.on_rollout is not None:
             self.on_rollout(self.rollout(sequence))
 
-    def has_stop_string(self, sequence: Sequence) -> bool:
-        text = str(self.tokenizer.decode(sequence.token_ids[-self.stop_tail :]))
+    def has_stop_string(self, token_ids: list[int]) -> bool:
+        text = str(self.tokenizer.decode(token_ids[-self.stop_tail :]))
         return any(string in text for string in self.sampling.stop)
 
     def progress(self) -> Progress:
@@ -198,9 +287,9 @@ class Loop:
                 peak=peak,
                 peak_bytes=self.scheduler.pool.pages_for(peak) * page_bytes
                 + self.shape.query_bytes(self.policy.num_queries),
-                num_compressions=sequence.num_compressions,
+                num_compressions=len(sequence.compressed_at),
             ),
-            top_ids=torch.stack(sequence.top_ids) if sequence.top_ids else None,
-            top_logprobs=torch.stack(sequence.top_logprobs) if sequence.top_logprobs else None,
+            top_ids=torch.cat(sequence.top_ids) if sequence.top_ids else None,
+            top_logprobs=torch.cat(sequence.top_logprobs) if sequence.top_logprobs else None,
             kept_positions=tuple(sequence.kept_positions) if self.runner.record_kept else None,
         )

@@ -7,11 +7,14 @@ from collections.abc import Sequence as SequenceOf
 from typing import TypeVar
 
 import torch
-from transformers import PreTrainedModel
 
-from sparse_rl.kv.cache import DecodeStep, PagedCache, PrefillStep, Saved
+from sparse_rl.kernels.backend import use_triton
+from sparse_rl.kv.cache import PrefillStep, Saved, to_device
+from sparse_rl.kv.compress import compress
 from sparse_rl.kv.policy import EvictPolicy, KVPolicy
 from sparse_rl.model.attention import packed_positions
+from sparse_rl.rollout.decoder import Decoder
+from sparse_rl.rollout.rows import Fetch
 from sparse_rl.rollout.scheduler import Start
 from sparse_rl.rollout.sequence import HeldPrompt, Sequence
 from sparse_rl.types import Prompt
@@ -19,16 +22,20 @@ from sparse_rl.types import Prompt
 T = TypeVar("T")
 Item = TypeVar("Item", Sequence, HeldPrompt)
 
-COMPRESS_ENTRIES = 1 << 19  # slots of all layers scored at once, which bounds the memory it takes
+COMPRESS_ENTRIES = 1 << 19  # slots of all layers scored at once by the reference kernels, which hold copies of them
 
 
 class Runner:
-    def __init__(self, model: PreTrainedModel, cache: PagedCache, policy: KVPolicy, *, record_kept: bool) -> None:
-        self.model = model
-        self.cache = cache
+    def __init__(self, decoder: Decoder, policy: KVPolicy, *, record_kept: bool) -> None:
+        self.decoder = decoder
+        self.model = decoder.model
+        self.cache = decoder.cache
+        self.rows = decoder.rows
         self.policy = policy
         self.record_kept = record_kept
-        self.device = cache.k.device
+        self.device = self.cache.shape.device
+        self.order: list[int] = []  # rows decoded, as the device has them
+        self.num_pages: dict[int, int] = {}  # of each row's table, as the device has it
         self.saved: dict[int, Saved] = {}  # preempted sequences, by request
 
     def prefill(self, held: list[HeldPrompt], prompts: list[Prompt]) -> None:
@@ -49,28 +56,32 @@ class Runner:
             prompt.logits_V = logits[i]
             prompt.queries_LWHD = step.queries_LBWHD[:, i]
 
-    def start(self, starts: list[Start]) -> torch.Tensor:
-        """Copy what starting sequences do not share; returns the logits of their first token, B V."""
+    def start(self, starts: list[Start]) -> None:
+        """Copy what starting sequences do not share, and draw their first tokens: one step of output."""
         sources = [page for start in starts for page in start.sources]
         if sources:
             self.cache.copy_pages(sources, [page for start in starts for page in start.targets])
+        sequences = [start.sequence for start in starts]
+        rows = [sequence.row for sequence in sequences]
         if self.cache.num_queries:
-            rows = self._ints([start.sequence.row for start in starts])
-            self.cache.queries[:, rows] = torch.stack([_set(s.prompt.queries_LWHD) for s in starts], dim=1)
-        return torch.stack([_set(start.prompt.logits_V) for start in starts])
+            self.cache.queries[:, self._ints(rows)] = torch.stack([_set(s.prompt.queries_LWHD) for s in starts], dim=1)
+        keys_B, index_B = self._ints([[s.key for s in sequences], [0] * len(sequences)])
+        drawn = self.decoder.sample(torch.stack([_set(s.prompt.logits_V) for s in starts]), keys_B, index_B)
+        self.rows.record(*drawn)
+        self._begin(sequences, drawn[0])
 
-    def decode(self, sequences: list[Sequence]) -> torch.Tensor:
-        """Write each sequence's last token into its cache and return the logits of the next, B V."""
-        inputs = self._ints(
-            [[s.token_ids[-1], s.context - 1, s.num_entries, s.row] for s in sequences],
-        )
-        tokens, positions, slots, rows = inputs.unbind(1)
-        step = DecodeStep(
-            self.cache, pages_BN=self._pages(sequences), slots_B=slots, positions_B=positions, rows_B=rows
-        )
-        return self.model(input_ids=tokens[:, None], position_ids=positions[:, None], use_cache=False, kv=step).logits[
-            :, -1
-        ]
+    def decode(self, sequences: list[Sequence], steps: int) -> None:
+        """Write each sequence's last token into its cache and draw the next, `steps` times."""
+        batch = self.decoder.batch_of(len(sequences))
+        order = [sequence.row for sequence in sequences]
+        if order != self.order:
+            self.rows.set_order(order, batch)
+            self.order = order
+        self._update_tables([s for s in sequences if self.num_pages[s.row] != len(_set(s.holding).pages)])
+        self.decoder.run(batch, steps)
+
+    def fetch(self, first: int, count: int, batch: int) -> Fetch:
+        return self.rows.fetch(first, count, batch)
 
     def compress_prompts(self, held: list[HeldPrompt]) -> None:
         """Cut freshly prefilled prompts to the policy's target."""
@@ -79,46 +90,73 @@ class Runner:
 
     def compress(self, sequences: list[Sequence]) -> None:
         """Cut running sequences to the policy's target."""
+        assert isinstance(self.policy, EvictPolicy)
         for chunk in self._chunks(sequences):
-            self._compress(chunk, self.cache.queries[:, self._ints([s.row for s in chunk])])
+            rows_B = self._ints([sequence.row for sequence in chunk])
+            self._compress(chunk, self.cache.queries.index_select(1, rows_B))
+        if sequences:
+            rows, targets = [s.row for s in sequences], [self.policy.target(s.prompt_len) for s in sequences]
+            self.rows.set_entries(rows, targets)
 
     def save(self, sequence: Sequence, pages: list[int]) -> None:
         self.saved[sequence.request] = self.cache.save(pages)
 
     def restore(self, sequence: Sequence) -> None:
-        assert sequence.holding is not None
-        self.cache.restore(self.saved.pop(sequence.request), sequence.holding.pages)
+        self.cache.restore(self.saved.pop(sequence.request), _set(sequence.holding).pages)
+        self._begin([sequence])
+
+    def _begin(self, sequences: list[Sequence], tokens: torch.Tensor | None = None) -> None:
+        """Tell the device where sequences stand; their last tokens may be known there alone."""
+        state = [
+            [s.token_ids[-1] if tokens is None else 0, s.context - 1, s.num_entries, s.num_drawn, s.key]
+            for s in sequences
+        ]
+        self.rows.begin([s.row for s in sequences], state, tokens)
+        self._update_tables(sequences)
+
+    def _update_tables(self, sequences: list[Sequence]) -> None:
+        if sequences:
+            tables = [_set(sequence.holding).pages for sequence in sequences]
+            self.rows.set_tables([sequence.row for sequence in sequences], tables)
+            self.num_pages |= {s.row: len(table) for s, table in zip(sequences, tables, strict=True)}
 
     def _compress(self, items: SequenceOf[Sequence | HeldPrompt], queries_LBWHD: torch.Tensor) -> None:
         assert isinstance(self.policy, EvictPolicy)
-        kept = self.cache.compress(
+        counts = [min(item.num_entries, self.policy.target(item.prompt_len)) for item in items]
+        lengths_B, contexts_B, prompt_lens_B = self._ints(
+            [[item.num_entries, item.seen, item.prompt_len] for item in items]
+        ).T
+        kept = compress(
+            self.cache,
             self.policy,
             pages_BN=self._pages(items),
-            lengths_B=self._ints([item.num_entries for item in items]),
-            contexts_B=self._ints([item.context for item in items]),
-            prompt_lens_B=self._ints([item.prompt_len for item in items]),
+            lengths_B=lengths_B,
+            contexts_B=contexts_B,
+            prompt_lens_B=prompt_lens_B,
             queries_LBWHD=queries_LBWHD,
+            max_count=max(counts),
             record=self.record_kept,
         )
         for i, item in enumerate(items):
-            item.num_compressions += 1
+            item.compressed_at.append(item.seen - item.prompt_len)
             if kept is not None:
-                count = min(item.num_entries, self.policy.target(item.prompt_len))
-                item.kept_positions.append(kept[:, i, :, :count].clone())
+                item.kept_positions.append(kept[:, i, :, : counts[i]].clone())
 
     def _chunks(self, items: list[Item]) -> list[list[Item]]:
-        largest = max((item.num_entries for item in items), default=1)
-        size = max(1, COMPRESS_ENTRIES // (largest * self.cache.shape.num_layers))
+        size = max(1, len(items))
+        if items and not use_triton(self.cache.k):
+            largest = max(item.num_entries for item in items)
+            size = max(1, COMPRESS_ENTRIES // (largest * self.cache.shape.num_layers))
         return [items[start : start + size] for start in range(0, len(items), size)]
 
     def _pages(self, items: SequenceOf[Sequence | HeldPrompt]) -> torch.Tensor:
-        """Page tables, padded with page 0, which the lengths keep out of sight."""
-        tables = [_set(item.holding).pages for item in items]
+        """Tables of the pages in use, filled up with page 0, which the lengths keep out of sight."""
+        tables = [_set(item.holding).pages[: -(-item.num_entries // self.cache.page_size)] for item in items]
         width = max(map(len, tables))
         return self._ints([table + [0] * (width - len(table)) for table in tables])
 
     def _ints(self, values: list[int] | list[list[int]]) -> torch.Tensor:
-        return torch.tensor(values, device=self.device)
+        return to_device(values, self.device)
 
 
 def _set(value: T | None) -> T:

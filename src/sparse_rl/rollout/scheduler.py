@@ -3,11 +3,12 @@
 
 A prompt is prefilled once and held; its samples start from it, in the order of the requests.
 
-    evicting policy   a start copies the held entries and claims all it can ever need, so it is never preempted
+    evicting policy   a start copies the held entries and takes all pages it can ever need, so it is never preempted
     keeping policy    a start shares the prompt's whole pages and copies the last, partly filled one; it is let in with
                       one page to spare, and when pages run out the youngest sequence is moved to host memory
 
-The last sample of a prompt takes the held pages over instead of copying them.
+The last sample of a prompt takes the held pages over instead of copying them. A prefill costs several decode steps
+whatever its size, so rows that end are refilled a few at a time.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from dataclasses import dataclass
 from sparse_rl.kv.pages import PagePool
 from sparse_rl.kv.policy import EvictPolicy, KVPolicy
 from sparse_rl.rollout.sequence import HeldPrompt, Sequence
+
+REFILL_SHARE = 32  # rows are refilled once one in so many is free
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +57,7 @@ class Scheduler:
         self.preempted: deque[Sequence] = deque()
         self.prompts: dict[int, HeldPrompt] = {}
         self.free_rows = list(range(num_rows - 1, -1, -1))
+        self.refill = max(1, num_rows // REFILL_SHARE)
         self.max_prefill_tokens = max_prefill_tokens
         self.num_preemptions = 0
         self.num_prefills = 0
@@ -64,6 +68,19 @@ class Scheduler:
     @property
     def busy(self) -> bool:
         return bool(self.waiting or self.running or self.preempted)
+
+    @property
+    def refills(self) -> bool:
+        """Whether enough rows are free to be worth a prefill."""
+        return not self.running or len(self.free_rows) >= min(self.refill, len(self.waiting))
+
+    def horizon(self, most: int) -> int:
+        """Decode steps until a running sequence is full or due for compression, at most `most`."""
+        for sequence in self.running:
+            most = min(most, sequence.max_tokens - sequence.num_drawn)
+            if isinstance(self.policy, EvictPolicy):
+                most = min(most, self.policy.trigger(sequence.prompt_len) - sequence.num_entries)
+        return most
 
     def resume(self) -> list[Sequence]:
         """Preempted sequences that fit again, oldest first, with pages for what they held."""
@@ -106,7 +123,7 @@ class Scheduler:
                 num_tokens += sequence.prompt_len
                 if num_tokens > self.max_prefill_tokens and chosen:
                     break
-                holding = self.pool.open(prompt_pages)
+                holding = self.pool.open()
                 holding.take(prompt_pages)
                 chosen.append(
                     HeldPrompt(
@@ -124,7 +141,6 @@ class Scheduler:
     def settle(self, prompt: HeldPrompt, num_entries: int) -> None:
         """A held prompt was compressed."""
         prompt.num_entries = num_entries
-        prompt.holding.set_claim(0)
         prompt.holding.trim(self.pool.pages_for(num_entries))
 
     def start(self) -> list[Start]:
@@ -146,25 +162,24 @@ class Scheduler:
             starts.append(self._start(sequence, prompt, takeover))
         return starts
 
-    def make_room(self) -> list[tuple[Sequence, list[int]]]:
-        """A page for every running sequence's next entry; returns those preempted for it, with the pages they had."""
+    def short_of_pages(self, steps: int) -> bool:
+        """Whether `make_room` would have to give up a held prompt or preempt a sequence."""
+        return sum(self._missing(sequence, steps) for sequence in self.running) > self.pool.num_available
+
+    def make_room(self, steps: int) -> list[tuple[Sequence, list[int]]]:
+        """Pages for every running sequence's next entries; returns those preempted, with the pages they had."""
         preempted = []
         for sequence in list(self.running):
-            holding = sequence.holding
-            if holding is None or sequence.num_entries < len(holding.pages) * self.pool.page_size:
-                continue
-            while holding.num_claimed == 0 and self.pool.num_available == 0:
+            while sequence.holding is not None and self._missing(sequence, steps) > self.pool.num_available:
                 if self.prompts:
                     self._drop_prompts()
                     continue
                 youngest = self.running[-1]
-                assert not self.evicts, "an evicting sequence ran out of pages it had claimed"
+                assert not self.evicts, "an evicting sequence ran out of pages"
                 assert youngest is not sequence or len(self.running) > 1, "a sequence does not fit the pool"
                 preempted.append((youngest, self._preempt(youngest)))
-                if youngest is sequence:
-                    break
             if sequence.holding is not None:
-                holding.take(1)
+                sequence.holding.take(self._missing(sequence, steps))
         for sequence in self.running:
             assert sequence.holding is not None
             assert sequence.holding.writable(sequence.num_entries // self.pool.page_size), (
@@ -172,11 +187,13 @@ class Scheduler:
             )
         return preempted
 
-    def compacted(self, sequence: Sequence, num_entries: int) -> None:
-        """A running sequence was compressed: its spare pages go back, its claim stays."""
+    def _missing(self, sequence: Sequence, steps: int) -> int:
         assert sequence.holding is not None
+        return max(0, self.pool.pages_for(sequence.num_entries + steps) - len(sequence.holding.pages))
+
+    def compacted(self, sequence: Sequence, num_entries: int) -> None:
+        """A running sequence was compressed; its pages stay, for it grows into them again."""
         sequence.num_entries = num_entries
-        sequence.holding.trim(self.pool.pages_for(num_entries))
 
     def finish(self, sequence: Sequence) -> None:
         assert sequence.holding is not None
@@ -205,20 +222,21 @@ class Scheduler:
     def _start(self, sequence: Sequence, prompt: HeldPrompt, takeover: bool) -> Start:
         sources: list[int] = []
         targets: list[int] = []
-        claim = self._reach(sequence) if self.evicts else 0
         if takeover:
             sequence.holding = prompt.holding
-            sequence.holding.set_claim(claim)
             del self.prompts[prompt.prompt_idx]
         else:
-            sequence.holding = self.pool.open(claim)
+            sequence.holding = self.pool.open()
             whole = 0 if self.evicts else prompt.num_entries // self.pool.page_size
             sequence.holding.share(prompt.holding.pages[:whole])
             sources = prompt.holding.pages[whole:]
             targets = sequence.holding.take(len(sources))
+        if self.evicts:
+            sequence.holding.take(max(0, self._reach(sequence) - len(sequence.holding.pages)))
         prompt.num_pending -= 1
         self.pending[prompt.prompt_idx] -= 1
         sequence.num_entries = prompt.num_entries
+        sequence.num_drawn = 1
         self._run(sequence)
         return Start(sequence, prompt, sources, targets)
 

@@ -22,20 +22,27 @@ class Sequence:
     row: int = -1  # its query ring, while it runs
     num_entries: int = 0  # physical: entries held per layer and KV head
 
+    num_drawn: int = 0  # tokens drawn; `token_ids` follows when they have come from the device
+
     key: int = 0  # random key of the request
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     top_ids: list[torch.Tensor] = field(default_factory=list)
     top_logprobs: list[torch.Tensor] = field(default_factory=list)
     held: list[int] = field(default_factory=list)  # entries at each decode step
-    num_compressions: int = 0
+    compressed_at: list[int] = field(default_factory=list)  # index of the token drawn in that step; 0 for the prompt
     kept_positions: list[torch.Tensor] = field(default_factory=list)
     finish_reason: FinishReason | None = None
 
     @property
     def context(self) -> int:
         """Logical: prompt and sampled tokens. The newest is written to the cache by the next decode step."""
-        return self.prompt_len + len(self.token_ids)
+        return self.prompt_len + self.num_drawn
+
+    @property
+    def seen(self) -> int:
+        """Logical: tokens that have been through the model, so the position of the newest."""
+        return self.context - 1
 
     @property
     def final_entries(self) -> int:
@@ -54,9 +61,9 @@ class HeldPrompt:
     num_pending: int  # samples not started
     queries_LWHD: torch.Tensor | None = None
     logits_V: torch.Tensor | None = None  # of the last prompt token
-    num_compressions: int = 0
+    compressed_at: list[int] = field(default_factory=list)
     kept_positions: list[torch.Tensor] = field(default_factory=list)
 
     @property
-    def context(self) -> int:
+    def seen(self) -> int:
         return self.prompt_len

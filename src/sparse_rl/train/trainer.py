@@ -131,7 +131,8 @@ class Trainer:
             rollouts = self.engine.generate(prompts, self._sampling_of(self.step), on_step=self._progress("rollout"))
         self.num_tokens += sum(len(rollout.prompt.ids) + len(rollout.token_ids) for rollout in rollouts)
         self.rollout_stats = self.engine.stats
-        self.engine.release()  # the update needs the memory
+        if not self.engine.bounded:
+            self.engine.release()  # the update needs the memory
         return rollouts
 
     def _advantages(self, rollouts: list[Rollout], graded: Graded) -> torch.Tensor:
@@ -142,7 +143,8 @@ class Trainer:
             once = replace(self._sampling_of(self.step), n=1, temperature=0.0, top_logprobs=0)
             with self.timer("baseline"):
                 baseline = self.engine.generate(prompts, once, on_step=self._progress("baseline"))
-            self.engine.release()
+            if not self.engine.bounded:
+                self.engine.release()
             greedy = self.task.rewards.grade(baseline, self.loaded.tokenizer).rewards
         groups, known = torch.tensor(self._groups(rollouts)), ~graded.rewards.isnan()
         if greedy is not None:

@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rollout speed: tokens a second, end to end, and what a step at full rows and full caches is made of.
+
+Everything that is compiled or captured once is run before the clock starts and reported by itself.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from sparse_rl.bench.against import time_generate, time_vllm
+from sparse_rl.bench.meter import Meter, run, run_until, synchronize
+from sparse_rl.bench.profile import Profiler
+from sparse_rl.bench.record import hardware
+from sparse_rl.bench.roofline import FORMULA, Roofline, device_limits, linear_parameters
+from sparse_rl.bench.work import (
+    BenchConfig,
+    dense_peak_entries,
+    full_window,
+    make_prompts,
+    output_lengths,
+    profile_window,
+    steps_to_fill,
+)
+from sparse_rl.kv import EvictPolicy, KVPolicy
+from sparse_rl.model.load import LoadedModel
+from sparse_rl.model.shapes import random_model, shape_config
+from sparse_rl.rollout import Engine, EngineConfig, Progress, Sampling
+from sparse_rl.score import score
+from sparse_rl.types import Prompt, Rollout
+
+FLOOR_ROLLOUTS = 8  # scored for the floor of xi
+WARM_TOKENS = 8  # beyond the first compression
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bench:
+    """One work on one loaded model."""
+
+    config: BenchConfig
+    policy: KVPolicy
+    loaded: LoadedModel
+    engine: Engine
+    prompts: list[Prompt]
+    say: Callable[[str], None]
+    show: Callable[[Progress], None]
+
+    @property
+    def device(self) -> torch.device:
+        return self.loaded.shape.device
+
+    @property
+    def sampling(self) -> Sampling:
+        return Sampling(n=self.config.n, max_tokens=self.config.output, stop_ids=(), seed=self.config.seed)
+
+    @property
+    def capture_s(self) -> float:
+        """Spent so far on compiling and capturing decode steps."""
+        return self.engine.decoder.capture_s if self.engine.decoder is not None else 0.0
+
+    @property
+    def kv_bytes(self) -> int:
+        """Of one entry's keys and values in all layers."""
+        shape = self.loaded.shape
+        return 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * shape.dtype.itemsize
+
+
+def measure(
+    config: BenchConfig,
+    policy: KVPolicy,
+    engine_config: EngineConfig,
+    dtype: torch.dtype,
+    *,
+    say: Callable[[str], None],
+    show: Callable[[Progress], None],
+) -> dict[str, Any]:
+    """Results by name; `say` gets a word on what comes next, `show` the engine's progress."""
+    assert config.device is not None, "the device is decided by the caller"
+    positions = shape_config(config.shape).max_position_embeddings
+    if config.prompt + config.output > positions:
+        raise ValueError(
+            f"--prompt {config.prompt} and --output {config.output} are {config.prompt + config.output} tokens, but "
+            f"{config.shape} has {positions} positions; shorten one."
+        )
+    say(f"{config.shape} with random weights on {config.device}")
+    loaded = random_model(config.shape, config.device, dtype, config.seed)
+    prompts = make_prompts(config, loaded.vocab_size)
+    engine = Engine(loaded, policy, replace(engine_config, rows=config.rows))
+    results = _engine_results(
+        Bench(config=config, policy=policy, loaded=loaded, engine=engine, prompts=prompts, say=say, show=show)
+    )
+    del loaded, engine  # the others need the memory
+    gc.collect()
+    if torch.device(config.device).type == "cuda":
+        torch.cuda.empty_cache()
+    results["against"] = _against(config, dtype, prompts, say, results["tokens_per_s"])
+    return results
+
+
+def _engine_results(bench: Bench) -> dict[str, Any]:
+    config, prompts = bench.config, bench.prompts
+    window = full_window(config, bench.policy, prompts)
+    bench.say("warm-up")
+    warmup_s, floor = warm_up(bench)
+    capture_s = bench.capture_s
+    bench.say("measuring")
+    meter = Meter(window, config.rows, bench.device, cut=config.cut, exact=config.cut, show=bench.show)
+    rollouts, seconds = run(bench.engine, prompts, bench.sampling, meter)
+    if config.cut:
+        assert meter.closed, f"the run ended before its window of {window}"
+        tokens, seconds = round(meter.steps * config.rows), meter.seconds
+    else:
+        tokens = sum(len(rollout.token_ids) for rollout in rollouts)
+        assert tokens == sum(output_lengths(prompts)) * config.n, "the engine returned other lengths than asked for"
+    step_ms = 1e3 * meter.seconds / meter.steps if meter.closed else None
+    results: dict[str, Any] = {
+        "tokens_per_s": tokens / seconds,
+        "tokens": tokens,
+        "seconds": seconds,
+        "cut": config.cut,
+        "step_ms": step_ms,
+        "window": {"first_step": window.start, "steps": meter.steps, "mean_entries": meter.entries}
+        if meter.closed
+        else None,
+        "warmup_s": warmup_s,
+        "capture_s": capture_s,
+        "late_capture_s": bench.capture_s - capture_s,  # in the measured run
+        "xi_floor": floor,
+        "kv": _kv(bench, meter),
+    }
+    results["roofline"] = _roofline(bench, meter, tokens / seconds)
+    results["split_ms"] = _split(bench, step_ms) if step_ms is not None else None
+    return results
+
+
+def warm_up(bench: Bench) -> tuple[float, dict[str, float] | None]:
+    """Run once whatever compiles or captures: prefill, full rows, a compression, ever fewer rows; and xi's floor.
+
+    The pool is that of the measured run, since the first prompt keeps its length and is left unfinished.
+    """
+    config = bench.config
+    synchronize(bench.device)
+    began = time.perf_counter()
+    num_prompts = -(-config.rows // config.n)
+    fill = steps_to_fill(bench.policy, config.prompt)
+    steps = fill + WARM_TOKENS + num_prompts.bit_length()
+    short = [
+        replace(prompt, max_tokens=max(1, min(steps - i.bit_length(), config.output)) if i else config.output)
+        for i, prompt in enumerate(bench.prompts[:num_prompts])
+    ]
+    finished = run_until(bench.engine, short, bench.sampling, unfinished=config.n)
+    synchronize(bench.device)
+    seconds = time.perf_counter() - began
+    compressed = isinstance(bench.policy, EvictPolicy) and config.prompt > bench.policy.target(config.prompt)
+    return seconds, None if compressed else xi_floor(bench.loaded, finished[:FLOOR_ROLLOUTS], fill or steps)
+
+
+def xi_floor(loaded: LoadedModel, rollouts: list[Rollout], dense_tokens: int) -> dict[str, float] | None:
+    """|log xi| where nothing has been dropped yet: rounding alone, decode against teacher-forced forward."""
+    if not rollouts:
+        return None
+    gaps = [
+        (dense.dense_logprobs - rollout.sampler_logprobs)[:dense_tokens].abs()
+        for rollout, dense in zip(rollouts, score(loaded.model, rollouts), strict=True)
+    ]
+    log_xi = torch.cat(gaps)
+    return {"mean": float(log_xi.mean()), "max": float(log_xi.max()), "tokens": len(log_xi)}
+
+
+def _kv(bench: Bench, meter: Meter) -> dict[str, Any]:
+    """Bytes at the peak, rings and positions included, and what a dense cache's keys and values would take."""
+    config, shape, stats = bench.config, bench.loaded.shape, bench.engine.stats
+    if config.cut or stats is None:
+        pages = meter.peak_pages * bench.engine.config.page_size * shape.entry_bytes
+        peak = pages + config.rows * shape.query_bytes(bench.policy.num_queries)
+    else:
+        peak = stats.peak_bytes
+    dense = dense_peak_entries(config, bench.prompts) * bench.kv_bytes
+    bounded = not config.cut or isinstance(bench.policy, EvictPolicy)  # a dense run that was cut had not reached it
+    return {
+        "peak_bytes": peak,
+        "dense_bytes": dense,
+        "ratio": peak / dense if bounded else None,
+        "saved_frac": meter.saved_frac,
+    }
+
+
+def _roofline(bench: Bench, meter: Meter, tokens_per_s: float) -> dict[str, Any] | None:
+    """None without a window, or where the device's limits are not known."""
+    config, shape = bench.config, bench.loaded.shape
+    known = device_limits(hardware(bench.device), shape.dtype)
+    bandwidth, flops = config.bandwidth or known[0], config.flops or known[1]
+    if bandwidth is None or flops is None or not meter.closed:
+        return None
+    roofline = Roofline(
+        linear=linear_parameters(bench.loaded.model),
+        itemsize=shape.dtype.itemsize,
+        rows=config.rows,
+        entries=meter.entries,
+        entry_bytes=bench.kv_bytes,
+        vocabulary=bench.loaded.vocab_size,
+        bandwidth=bandwidth,
+        flops=flops,
+    )
+    return {
+        "formula": FORMULA,
+        "numbers": str(roofline),
+        "step_ms": 1e3 * roofline.step_s,
+        "tokens_per_s": roofline.tokens_per_s,
+        "share": roofline.step_s * meter.steps / meter.seconds,
+        "share_end_to_end": tokens_per_s / roofline.tokens_per_s,
+    }
+
+
+def _split(bench: Bench, step_ms: float) -> dict[str, float]:
+    """A step's milliseconds by kernels, and the rest of it: the host, and gaps between kernels."""
+    config = bench.config
+    window = profile_window(bench.policy, config.prompt)
+    fits = window.start + window.steps < config.output
+    if not config.profile or bench.device.type != "cuda" or not fits:
+        return {"total": step_ms}
+    bench.say("profiling")
+    profiler = Profiler()
+    meter = Meter(
+        window,
+        config.rows,
+        bench.device,
+        cut=True,
+        show=bench.show,
+        on_open=profiler.start,
+        on_close=profiler.stop,
+    )
+    prompts = [replace(prompt, max_tokens=config.output) for prompt in bench.prompts]
+    run(bench.engine, prompts, bench.sampling, meter)
+    if not meter.closed:
+        return {"total": step_ms}
+    split = {name: 1e3 * seconds / meter.steps for name, seconds in profiler.seconds().items()}
+    return {**split, "host": max(0.0, step_ms - sum(split.values())), "total": step_ms}
+
+
+def _against(
+    config: BenchConfig, dtype: torch.dtype, prompts: list[Prompt], say: Callable[[str], None], tokens_per_s: float
+) -> dict[str, Any]:
+    """What each rival makes of the same work, and how many times faster the engine was."""
+    times = {"generate": time_generate, "vllm": time_vllm}
+    found: dict[str, Any] = {}
+    for name in config.rivals:
+        say(f"the same work by {name}")
+        timed = times[name](config, dtype, prompts)
+        if timed is None:
+            say("vLLM is not installed")
+            continue
+        found[name] = {**timed, "ratio": tokens_per_s / timed["tokens_per_s"]}
+    return found

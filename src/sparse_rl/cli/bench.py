@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`sparse-rl bench rollout`: how fast rollouts are on this machine."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_type_hints
+
+from sparse_rl.cli.parsing import make_parser, model_dtype, parse, quiet_bars
+
+if TYPE_CHECKING:
+    from jsonargparse import ArgumentParser
+
+    from sparse_rl.bench import BenchConfig
+
+DESCRIPTION = """Measure rollouts: tokens a second, what a step is made of, its share of the roofline, KV memory.
+
+Models have random weights, so nothing is downloaded. Compiling and capturing happen before the clock starts.
+
+  sparse-rl bench rollout --shape tiny --rows 32 --output 256 --kv.policy rkv --kv.budget 64 --kv.interval 32
+  sparse-rl bench rollout --shape qwen2.5-1.5b --kv.policy rkv --against generate,vllm --result speed.json
+  sparse-rl bench rollout --shape qwen2.5-1.5b --prompt 12288 --n 8 --rows 128 --max-steps 256
+"""
+
+
+def run(arguments: list[str]) -> None:
+    if arguments[:1] != ["rollout"]:
+        if arguments[:1] and arguments[0] in ("-h", "--help"):
+            _parser().print_help()
+            return
+        given = repr(arguments[0]) if arguments else "nothing"
+        raise ValueError(f"bench measures {given}, which it cannot; write `sparse-rl bench rollout ...`.")
+    settings = parse(_parser(), arguments[1:])
+    from sparse_rl.bench import BenchConfig, measure
+    from sparse_rl.bench.record import merge, provenance, read
+    from sparse_rl.config import build_kv, build_section
+    from sparse_rl.report.progress import ProgressLine
+    from sparse_rl.rollout import EngineConfig
+
+    policy = build_kv(settings.kv)
+    config = _decided(BenchConfig(**{field.name: settings[field.name] for field in fields(BenchConfig)}))
+    engine = build_section(EngineConfig, "engine", settings.engine)
+    dtype = model_dtype(config.dtype)
+    assert dtype is not None
+    if settings.result is not None:
+        read(Path(settings.result))  # what is wrong with it is said before the work
+    quiet_bars()
+    with ProgressLine() as line:
+
+        def say(text: str) -> None:
+            line.console.print(f"sparse-rl: {text}", highlight=False, soft_wrap=True)
+
+        results = measure(config, policy, engine, dtype, say=say, show=line.show)
+    record = {
+        "label": settings.label or default_label(config, policy),
+        "command": shlex.join(["sparse-rl", "bench", *arguments]),
+        **provenance(_device(config)),
+        "settings": {**asdict(config), "kv": {"policy": policy.name, **asdict(policy)}, "engine": asdict(engine)},
+        "results": results,
+    }
+    record["settings"]["engine"]["rows"] = config.rows
+    print("\n".join(lines(record)))
+    if settings.result is not None:
+        merge(Path(settings.result), record)
+
+
+def _parser() -> ArgumentParser:
+    from jsonargparse import ActionYesNo
+
+    from sparse_rl.bench import BenchConfig
+    from sparse_rl.config import add_kv_section, add_section, field_texts
+    from sparse_rl.rollout import EngineConfig
+
+    parser = make_parser("bench rollout", DESCRIPTION)
+    hints, texts = get_type_hints(BenchConfig), field_texts(BenchConfig)
+    for field in fields(BenchConfig):
+        flag: dict[str, Any] = {"type": hints[field.name]}
+        if hints[field.name] is bool:
+            flag = {"action": ActionYesNo(no_prefix="no-")}
+        name = field.name.replace("_", "-")
+        parser.add_argument(f"--{name}", default=field.default, help=texts[field.name], **flag)
+    parser.add_argument("--result", type=str | None, default=None, help="JSON file the measurement is put into")
+    parser.add_argument(
+        "--label", type=str | None, default=None, help="its name there; an earlier one of this name is replaced"
+    )
+    add_kv_section(parser)
+    add_section(parser, "engine", EngineConfig, leave_out=("rows",))
+    return parser
+
+
+def _decided(config: BenchConfig) -> BenchConfig:
+    """With the device and the dtype that stand for none given."""
+    import torch
+
+    device = config.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = config.dtype or ("bfloat16" if device.startswith("cuda") else "float32")
+    return replace(config, device=device, dtype=dtype)
+
+
+def _device(config: BenchConfig) -> Any:
+    import torch
+
+    return torch.device(config.device or "cpu")
+
+
+def default_label(config: BenchConfig, policy: Any) -> str:
+    """What tells this measurement from the others of a file."""
+    parts = [config.shape, str(config.device), str(config.dtype), policy.name]
+    if hasattr(policy, "budget"):
+        parts.append(f"{policy.budget}+{policy.interval}")
+    parts += [f"{config.rows} rows", f"{config.prompt}+{config.output}", config.work]
+    parts += [f"n {config.n}"] if config.n > 1 else []
+    parts += [f"{config.max_steps} steps"] if config.cut else []
+    return ", ".join(parts)
+
+
+def lines(record: dict[str, Any]) -> list[str]:
+    """A measurement for people."""
+    results, kv, roofline = record["results"], record["results"]["kv"], record["results"]["roofline"]
+    window, step_ms = results["window"], results["step_ms"]
+    rate = f"{results['tokens_per_s']:,.0f} tok/s"
+    if results["cut"]:
+        rate += f", cut: {window['steps']:,.0f} steps from step {window['first_step']:,} on"
+    else:
+        rate += f" end to end ({results['tokens']:,} tokens in {results['seconds']:.1f} s)"
+    shown = [("", f"{record['label']}, {record['hardware']}"), ("speed", rate)]
+    if step_ms is None:
+        shown.append(("step", "no time: too few steps with all rows in flight"))
+    else:
+        shown.append(("step", f"{step_ms:.2f} ms at full rows, {window['mean_entries']:,.0f} entries a row"))
+        split = {name: ms for name, ms in results["split_ms"].items() if name != "total"}
+        parts = [f"{name} {ms:.2f} ms ({100 * ms / step_ms:.1f} %)" for name, ms in split.items()]
+        shown.append(("split", ", ".join(parts) or "needs a GPU and --profile"))
+    if roofline is None and step_ms is not None:
+        shown.append(("roofline", "needs the device's known bandwidth and flops: give --bandwidth and --flops"))
+    elif roofline is not None:
+        shown.append(
+            (
+                "roofline",
+                f"{100 * roofline['share']:.0f} % of it ({roofline['step_ms']:.2f} ms a step, "
+                f"{roofline['tokens_per_s']:,.0f} tok/s), {100 * roofline['share_end_to_end']:.0f} % end to end",
+            )
+        )
+        shown.append(("", f"step = {roofline['formula']}"))
+        shown.append(("", f"with {roofline['numbers']}"))
+    ratio = "" if kv["ratio"] is None else f" ({100 * kv['ratio']:.1f} %)"
+    sizes = f"{_bytes(kv['peak_bytes'])} at the peak, dense {_bytes(kv['dense_bytes'])}{ratio}"
+    shown.append(("KV", f"{sizes}, saved {100 * kv['saved_frac']:.0f} % over the steps run"))
+    floor = results["xi_floor"]
+    if floor is not None:
+        shown.append(("xi floor", f"|log xi| mean {floor['mean']:.2g}, max {floor['max']:.2g}: rounding alone"))
+    shown.append(
+        (
+            "warm-up",
+            f"{results['warmup_s']:.1f} s, {results['capture_s']:.1f} s of it compiling and capturing; "
+            f"{results['late_capture_s']:.1f} s more of that in the run itself",
+        )
+    )
+    for name, other in results["against"].items():
+        shown.append((name, f"{other['tokens_per_s']:,.0f} tok/s ({other['note']}): ours {other['ratio']:.2f}x"))
+    return [f"{name:9} {text}" for name, text in shown]
+
+
+def _bytes(count: float) -> str:
+    unit = next((unit for unit in (1e9, 1e6) if count >= unit), 1e3)
+    return f"{count / unit:.3g} {'GB' if unit == 1e9 else 'MB' if unit == 1e6 else 'kB'}"

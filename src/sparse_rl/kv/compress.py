@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cut sequences' caches to a policy's target: score, select and compact, all layers and heads at once.
+
+Layers are independent, so they join the rows: page p of layer l is page l * P + p of one long pool. On a GPU nothing
+here waits for the device, unless what was kept is asked for.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from sparse_rl.kernels.decode import gather_pages_ref
+from sparse_rl.kv.cache import PagedCache
+from sparse_rl.kv.policy import Entries, EvictPolicy
+
+
+def compress(
+    cache: PagedCache,
+    policy: EvictPolicy,
+    *,
+    pages_BN: torch.Tensor,
+    lengths_B: torch.Tensor,  # entries held
+    contexts_B: torch.Tensor,  # tokens seen, so the next token's position
+    prompt_lens_B: torch.Tensor,
+    queries_LBWHD: torch.Tensor,
+    max_count: int,  # the most entries a row keeps
+    record: bool = False,
+) -> torch.Tensor | None:
+    """Cut each row to the policy's target, in place. Returns the kept positions, L B K max_count, if asked to."""
+    num_layers, num_pages = cache.k.shape[:2]
+    batch, device = pages_BN.shape[0], pages_BN.device
+    base_L = torch.arange(0, num_layers * num_pages, num_pages, device=device)
+    pages_BN = (pages_BN + base_L[:, None, None]).flatten(0, 1)
+    lengths_B, contexts_B, prompt_lens_B = torch.stack([lengths_B, contexts_B, prompt_lens_B]).repeat(1, num_layers)
+    pools = tuple(pool.flatten(0, 1) for pool in (cache.k, cache.v, cache.positions))
+    positions_BKS = gather_pages_ref(pools[2], pages_BN)
+
+    # How far a slot lies behind the newest one: 0 is the newest, below 0 are slots not written yet.
+    age_BS = lengths_B[:, None] - 1 - torch.arange(positions_BKS.shape[-1], device=device)
+    written_BS = age_BS >= 0
+    oldest_B = (contexts_B.view(num_layers, batch) - cache.windows[:, None]).flatten()  # out of the layer's window
+    entries = Entries(
+        k_PKSD=pools[0],
+        v_PKSD=pools[1],
+        pages_BN=pages_BN,
+        lengths_B=lengths_B,
+        prompt_lens_B=prompt_lens_B,
+        positions_BKS=positions_BKS,
+        live_BKS=written_BS[:, None] & (positions_BKS > oldest_B[:, None, None]),
+        recent_BS=written_BS & (age_BS < policy.num_queries),
+        queries_BHWD=queries_LBWHD.flatten(0, 1).transpose(1, 2),
+        scale_B=cache.scales.repeat_interleave(batch),
+    )
+    kept_BKT = policy.evict(entries, pools, max_count=max_count)
+    if not record:
+        return None
+    return positions_BKS.gather(-1, kept_BKT).unflatten(0, (num_layers, batch)).cpu()

@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The decode step, from the last token's embedding to the next token and its log-prob, eagerly or as CUDA graphs.
+
+A graph replays kernels at the addresses it was captured with. All it touches are parameters and tensors of `Rows` and
+`PagedCache` that never move; before every call their addresses are compared with those at capture, and graphs that no
+longer fit are captured anew. The pool itself may move: kernels look its address up.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from transformers import PreTrainedModel
+
+from sparse_rl.kernels.sampling import sample
+from sparse_rl.kv.cache import DecodeStep, PagedCache
+from sparse_rl.model.attention import keep_out_of_compiled_code
+from sparse_rl.model.dry_run import waits_for_device
+from sparse_rl.rollout.rows import ADVANCE, ENTRIES, INDEX, KEY, POSITION, TOKEN, Rows
+from sparse_rl.rollout.sampler import Sampling
+
+logger = logging.getLogger(__name__)
+
+WARM_UPS = 2
+
+
+class Decoder:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        cache: PagedCache,
+        sampling: Sampling,
+        *,
+        num_rows: int,
+        max_entries: int,  # a row ever holds
+        graphs: bool,
+        compiles: bool,
+    ) -> None:
+        self.model = model
+        self.cache = cache
+        self.sampling = sampling
+        self.max_entries = max_entries
+        device = cache.shape.device
+        self.rows = Rows(num_rows, -(-max_entries // cache.page_size), sampling.top_logprobs, device)
+        self.uses_graphs = graphs and device.type == "cuda"
+        if self.uses_graphs and (reason := waits_for_device(model)):
+            logger.warning("%s decodes without CUDA graphs: %s.", type(model).__name__, reason)
+            self.uses_graphs = False
+        self.compiles = compiles
+        self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self.addresses: tuple[int, ...] = ()
+        self.memory = torch.cuda.graph_pool_handle() if self.uses_graphs else None
+        self.capture_s = 0.0
+
+    def fits(self, sampling: Sampling, max_entries: int) -> bool:
+        """Whether this decoder can serve such a call."""
+        fixed = ("temperature", "top_p", "top_k", "top_logprobs")
+        same = all(getattr(self.sampling, name) == getattr(sampling, name) for name in fixed)
+        return same and max_entries <= self.max_entries
+
+    def prepare(self) -> None:
+        """Before a call: forget graphs that point to where parameters or buffers no longer are."""
+        tensors = (*self.model.parameters(), *self.model.buffers(), *self.cache.fixed_tensors(), *self.rows.tensors())
+        addresses = tuple(tensor.data_ptr() for tensor in tensors)
+        if addresses != self.addresses and self.graphs:
+            logger.info("parameters or buffers have moved; decode graphs are captured anew.")
+            self.graphs.clear()
+        self.addresses = addresses
+        self.rows.cursor.zero_()
+
+    def batch_of(self, count: int) -> int:
+        """The batch that decodes `count` rows: a graph's size, or just as many."""
+        return next(size for size in batch_sizes(self.rows.num_rows) if size >= count) if self.uses_graphs else count
+
+    def run(self, batch: int, steps: int) -> None:
+        """Decode the rows in order, `steps` tokens each."""
+        if self.uses_graphs and batch not in self.graphs:
+            self._capture(batch)
+        for _ in range(steps):
+            if self.uses_graphs:
+                self.graphs[batch].replay()
+            else:
+                self.step(batch)
+
+    def step(self, batch: int) -> None:
+        rows = self.rows
+        rows_B = rows.order[:batch]
+        state = rows.ints.index_select(1, rows_B)
+        context = DecodeStep(
+            self.cache,
+            pages_BN=rows.table.index_select(0, rows_B),
+            lengths_B=state[ENTRIES] + 1,
+            positions_B=state[POSITION],
+            rows_B=rows_B,
+            max_length=self.max_entries,
+        )
+        logits_BV = self.model(
+            input_ids=state[TOKEN][:, None], position_ids=state[POSITION][:, None], use_cache=False, kv=context
+        ).logits[:, -1]
+        drawn = self.sample(logits_BV, state[KEY], state[INDEX])
+        rows.record(*drawn)
+        rows.ints[TOKEN].index_copy_(0, rows_B, drawn[0])
+        rows.ints[POSITION : INDEX + 1].index_add_(1, rows_B, state[ADVANCE].expand(3, -1))
+
+    def sample(
+        self, logits_BV: torch.Tensor, keys_B: torch.Tensor, index_B: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        return sample(
+            logits_BV,
+            keys_B,
+            index_B,
+            temperature=self.sampling.temperature,
+            top_k=self.sampling.top_k,
+            top_p=self.sampling.top_p,
+            num_top=self.sampling.top_logprobs,
+        )
+
+    def _capture(self, batch: int) -> None:
+        """Make the graph of one batch size, on rows that are nobody's."""
+        began = time.perf_counter()
+        order, cursor = self.rows.order.clone(), self.rows.cursor.clone()
+        self.rows.order.fill_(self.rows.num_rows)
+        while self.uses_graphs and batch not in self.graphs:
+            try:
+                self.graphs[batch] = self._captured(batch)
+            except RuntimeError as error:
+                torch.cuda.synchronize()
+                reason = str(error).strip().splitlines()[0]
+                if self.compiles:
+                    logger.warning("the decoder layers cannot be compiled (%s); they run as they are.", reason)
+                    self.compiles = False
+                else:
+                    logger.warning("the decode step cannot be captured as a CUDA graph (%s); it runs eagerly.", reason)
+                    self.uses_graphs = False
+        self.rows.order.copy_(order)
+        self.rows.cursor.copy_(cursor)
+        self.capture_s += time.perf_counter() - began
+
+    def _captured(self, batch: int) -> torch.cuda.CUDAGraph:
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        graph = torch.cuda.CUDAGraph()
+        with self._compiled():
+            with torch.cuda.stream(stream):
+                for _ in range(WARM_UPS):
+                    self.step(batch)
+            torch.cuda.current_stream().wait_stream(stream)
+            with torch.cuda.graph(graph, pool=self.memory, stream=stream):
+                self.step(batch)
+        return graph
+
+    @contextmanager
+    def _compiled(self) -> Iterator[None]:
+        """Compile the decoder layers one by one for as long as a graph is made; the learner runs them as they are.
+
+        Layers share their code, so it is compiled once; attention stays out of it (it reads the layer's number).
+        """
+        if not self.compiles:
+            yield
+            return
+        keep_out_of_compiled_code()
+        parts = compiled_parts(self.model)
+        for part in parts:
+            part._compiled_call_impl = torch.compile(part._call_impl, dynamic=True)
+        try:
+            yield
+        finally:
+            for part in parts:
+                part._compiled_call_impl = None
+
+
+def batch_sizes(num_rows: int) -> list[int]:
+    """Batches graphs are made for: powers of two, three quarters of them, and all rows.
+
+    None of one row unless there is but one: code compiled for any number of rows does not serve a single one.
+    """
+    powers = [1 << i for i in range(2, num_rows.bit_length())]
+    sizes = {size for power in powers for size in (power, power * 3 // 4) if size < num_rows}
+    return sorted(sizes | {num_rows})
+
+
+def compiled_parts(model: PreTrainedModel) -> list[torch.nn.Module]:
+    """Decoder layers, and what stands beside them but the embedding."""
+    parts: list[torch.nn.Module] = []
+    for child in model.base_model.children():
+        if isinstance(child, torch.nn.ModuleList):
+            parts += list(child)
+        elif not isinstance(child, torch.nn.Embedding):
+            parts.append(child)
+    return parts

@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writing an entry and attending to a row's pages: the reference against sums in fp64, Triton against the reference."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from sparse_rl.kernels.decode import LayerPool, decode_attention_ref, gather_pages_ref, write_entries_ref
+
+# (groups, head dim, page size, KV heads)
+SHAPES = [(1, 64, 16, 3), (6, 128, 64, 2), (3, 96, 32, 1), (8, 256, 16, 2), (7, 16, 64, 2), (4, 64, 48, 1)]
+
+
+@pytest.fixture
+def seed() -> int:
+    """Fresh numbers every time, printed when a test fails."""
+    seed = int(torch.randint(1 << 40, ()))
+    print("seed", seed)
+    torch.manual_seed(seed)
+    return seed
+
+
+def random_pool(num_pages, heads, page, dim, dtype, device, longest=200):
+    return LayerPool(
+        k_PKSD=torch.randn(num_pages, heads, page, dim, device=device).to(dtype),
+        v_PKSD=torch.randn(num_pages, heads, page, dim, device=device).to(dtype),
+        positions_PKS=torch.randint(0, longest, (num_pages, heads, page), dtype=torch.int32, device=device),
+    )
+
+
+def exact(pool: LayerPool) -> LayerPool:
+    return replace(pool, k_PKSD=pool.k_PKSD.double(), v_PKSD=pool.v_PKSD.double())
+
+
+def dtypes(device: str) -> list[torch.dtype]:
+    return [torch.float32, torch.float16] + [torch.bfloat16] * (device != "cpu")  # which the interpreter does not know
+
+
+def naive(q_GD, k_SD, v_SD, scale):
+    return (q_GD @ k_SD.T * scale).softmax(-1) @ v_SD
+
+
+@pytest.mark.parametrize("window", [None, 60])
+@pytest.mark.parametrize("group", [1, 3, 8])
+def test_reference_equals_a_sum_over_visible_entries(group, window, seed):
+    heads, page, dim, longest = 2, 4, 8, 100
+    pool = random_pool(20, heads, page, dim, torch.float64, "cpu", longest)
+    pages = torch.tensor([[3, 7, 1], [1, 19, 2], [11, 5, 0]])
+    lengths, positions = torch.tensor([12, 5, 9]), torch.tensor([longest, longest, longest])
+    q = torch.randn(3, heads * group, dim, dtype=torch.float64)
+    out = decode_attention_ref(q, pool, pages, lengths, positions, scale=0.3, window=window)
+    for b in range(3):
+        for head in range(heads):
+            k, v, p = (torch.cat([x[i, head] for i in pages[b]])[: lengths[b]] for x in
+                       (pool.k_PKSD, pool.v_PKSD, pool.positions_PKS))  # fmt: skip
+            seen = p > longest - window if window else torch.ones(len(p), dtype=torch.bool)
+            if seen.any():
+                heads_of = slice(head * group, (head + 1) * group)
+                torch.testing.assert_close(out[b, heads_of], naive(q[b, heads_of], k[seen], v[seen], 0.3))
+
+
+def test_a_window_counts_the_token_itself():
+    positions = torch.tensor([[[0, 4, 5, 6, 7, 0]]], dtype=torch.int32)
+    values = torch.eye(6, dtype=torch.float64)[None, None]
+    pool = LayerPool(k_PKSD=torch.zeros_like(values), v_PKSD=values, positions_PKS=positions)
+    q, page = torch.zeros(1, 1, 6, dtype=torch.float64), torch.tensor([[0]])
+    out = decode_attention_ref(q, pool, page, torch.tensor([5]), torch.tensor([7]), scale=1.0, window=3)
+    assert (out[0, 0] > 0).tolist() == [False, False, True, True, True, False]
+
+
+@pytest.mark.parametrize("window", [None, 50])
+@pytest.mark.parametrize(("group", "dim", "page", "heads"), SHAPES)
+@pytest.mark.parametrize("num_sms", [1, 64])  # whole rows, and rows split among programs
+def test_triton_attention(group, dim, page, heads, window, num_sms, device, seed, monkeypatch):
+    triton = pytest.importorskip("sparse_rl.kernels.decode_triton")
+    monkeypatch.setattr(triton, "num_sms", lambda device: num_sms)
+    width = 512 // page + 1
+    for dtype in dtypes(device):
+        pool = random_pool(3 * width + 1, heads, page, dim, dtype, device)
+        pages = torch.randperm(3 * width, device=device).reshape(3, width) + 1
+        lengths = torch.tensor([1, width * page, int(torch.randint(1, width * page, ()))], device=device)
+        # The newest entry is the query's own and always visible; so is another few of those drawn.
+        positions = torch.full((3,), 199, device=device)
+        for row in range(3):
+            slot = int(lengths[row]) - 1
+            pool.positions_PKS[pages[row, slot // page], :, slot % page] = 199
+        q = torch.randn(3, heads * group, dim, device=device).to(dtype)
+        settings = {"scale": dim**-0.5, "window": window}
+        expected = decode_attention_ref(q.double(), exact(pool), pages, lengths, positions, **settings)
+        got = triton.decode_attention_triton(q, pool, pages, lengths, positions, **settings)
+        assert got.dtype == dtype
+        rounding = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}[dtype]
+        torch.testing.assert_close(got.double(), expected, atol=rounding, rtol=rounding)
+
+
+def test_triton_attention_over_listed_pages(device, seed):
+    """Every KV head reads pages of its own."""
+    triton = pytest.importorskip("sparse_rl.kernels.decode_triton")
+    pool = random_pool(30, 2, 16, 64, torch.float32, device)
+    pages = torch.stack([torch.randperm(30, device=device)[:6] for _ in range(4)]).reshape(2, 2, 6)
+    lengths = torch.tensor([[90, 17], [33, 96]], device=device)
+    q, positions = torch.randn(2, 8, 64, device=device), torch.full((2,), 300, device=device)
+    expected = decode_attention_ref(q.double(), exact(pool), pages, lengths, positions, scale=0.1)
+    got = triton.decode_attention_triton(q, pool, pages.int(), lengths, positions, scale=0.1)
+    torch.testing.assert_close(got.double(), expected, atol=2e-6, rtol=2e-6)
+    for head in range(2):  # as if each head were alone
+        alone = LayerPool(
+            k_PKSD=pool.k_PKSD[:, [head]].double(), v_PKSD=pool.v_PKSD[:, [head]].double(),
+            positions_PKS=pool.positions_PKS[:, [head]],
+        )  # fmt: skip
+        heads_of = slice(4 * head, 4 * head + 4)
+        out = decode_attention_ref(
+            q[:, heads_of].double(), alone, pages[:, head], lengths[:, head], positions, scale=0.1
+        )
+        torch.testing.assert_close(expected[:, heads_of], out)
+
+
+@pytest.mark.parametrize(("group", "dim", "page", "heads"), SHAPES)
+@pytest.mark.parametrize("ring", [0, 4])
+def test_triton_writes_what_the_reference_writes(group, dim, page, heads, ring, device, seed):
+    triton = pytest.importorskip("sparse_rl.kernels.decode_triton")
+    for dtype in dtypes(device):
+        pool = random_pool(13, heads, page, dim, dtype, device)
+        twin = LayerPool(
+            k_PKSD=pool.k_PKSD.clone(), v_PKSD=pool.v_PKSD.clone(), positions_PKS=pool.positions_PKS.clone()
+        )
+        pages = torch.randperm(12, device=device).reshape(3, 4) + 1
+        lengths = torch.tensor([1, 4 * page, page + 3], device=device)
+        positions = torch.tensor([7, 1000, 33], device=device)
+        k, v = (torch.randn(3, heads, dim, device=device).to(dtype) for _ in range(2))
+        q = torch.randn(3, dim, heads * group, device=device).to(dtype).transpose(1, 2).contiguous()
+        rings = [torch.zeros(6, ring, heads * group, dim, device=device, dtype=dtype) for _ in range(2)]
+        rows = torch.tensor([5, 0, 2], device=device)
+        more = [{"q_BHD": q, "ring_RWHD": r, "rows_B": rows} if ring else {} for r in rings]
+        write_entries_ref(pool, k, v, pages, lengths, positions, **more[0])
+        triton.write_entries_triton(twin, k, v, pages, lengths, positions, **more[1])
+        for name in ("k_PKSD", "v_PKSD", "positions_PKS"):
+            assert torch.equal(getattr(pool, name), getattr(twin, name)), name
+        assert torch.equal(*rings)
+        for row in range(3):
+            slot = int(lengths[row]) - 1
+            assert torch.equal(gather_pages_ref(pool.k_PKSD, pages)[row, :, slot], k[row])
+
+
+def test_a_pool_that_moved_is_found_through_its_offsets(device, seed):
+    triton = pytest.importorskip("sparse_rl.kernels.decode_triton")
+    pages, lengths = torch.tensor([[1, 2], [4, 3]], device=device), torch.tensor([20, 32], device=device)
+    positions, q = torch.full((2,), 200, device=device), torch.randn(2, 4, 64, device=device)
+    anchor = random_pool(1, 2, 16, 64, torch.float32, device)
+    for _ in range(2):
+        pool = random_pool(5, 2, 16, 64, torch.float32, device)
+        tensors = [(getattr(pool, n), getattr(anchor, n)) for n in ("k_PKSD", "v_PKSD", "positions_PKS")]
+        offsets = [(there.data_ptr() - here.data_ptr()) // here.itemsize for there, here in tensors]
+        if any(offset % 16 for offset in offsets):
+            pytest.skip("numpy's memory is not aligned as a GPU's is")
+        moved = replace(anchor, offsets=torch.tensor(offsets, device=device))
+        expected = triton.decode_attention_triton(q, pool, pages, lengths, positions, scale=0.1)
+        got = triton.decode_attention_triton(q, moved, pages, lengths, positions, scale=0.1)
+        assert torch.equal(got, expected)
+
+
+def test_rows_are_split_only_where_programs_are_few():
+    triton = pytest.importorskip("sparse_rl.kernels.decode_triton")
+    assert triton.splits_of(512, 640, 132) == 1
+    assert triton.splits_of(8, 100_000, 132) == 32
+    assert triton.splits_of(2, 640, 132) == 4, "pieces of at least 128 entries"
