@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/pip install --quiet --constraint constraints.txt
 
-.PHONY: demo test test-slow test-compat lint check clean
+.PHONY: demo test test-slow test-gpu test-compat lint check clean
 
 ## demo: train two arms on the embedded model, compare them with the recorded ones, write a report (5 minutes)
 demo: .venv/ready
@@ -16,6 +16,10 @@ test: .venv/ready
 ## test-slow: the slow tests alone
 test-slow: .venv/ready
 	$(BIN)/python -m pytest -m slow
+
+## test-gpu: the kernels, the engine and the learner on a GPU (8 minutes)
+test-gpu: .venv/ready
+	$(BIN)/python -m pytest --device cuda -m 'not slow' tests/kernels tests/kv tests/model tests/rollout tests/score tests/train/test_update.py tests/bench
 
 ## test-compat: the engine's tests on the oldest supported transformers, in an environment of their own
 test-compat:

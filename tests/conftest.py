@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import lru_cache
 
 import pytest
@@ -29,6 +30,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.fixture(scope="session")
 def device(request: pytest.FixtureRequest) -> str:
     return request.config.getoption("--device")
+
+
+@pytest.fixture(autouse=True)
+def graphs_of_uncompiled_layers(request: pytest.FixtureRequest, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiling takes seconds a model: on a GPU only tests marked `compiled` do it."""
+    if device != "cpu" and "compiled" not in request.keywords:
+        monkeypatch.setattr("sparse_rl.rollout.decoder.Decoder._compiled", lambda self: nullcontext())
 
 
 @pytest.fixture(scope="session")

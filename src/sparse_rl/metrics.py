@@ -74,6 +74,7 @@ METRICS: dict[str, str] = {
     "eval/{CACHE}/clipped_ratio": "share that ran into the length limit",
     "eval/{CACHE}/kv_saved_frac": "as kv/saved_frac",
     "time/rollout_s": "sampling",
+    "time/capture_s": "compiling and capturing decode steps, part of time/rollout_s",
     "time/baseline_s": "greedy completions for remax",
     "time/reward_s": "grading",
     "time/update_s": "scoring and learning",

@@ -12,6 +12,7 @@ import torch
 from sparse_rl.kv import RKV, Full, SnapKV, Streaming
 from sparse_rl.rollout import Engine, EngineConfig, Sampling
 from sparse_rl.rollout.loop import Loop
+from sparse_rl.rollout.rows import CAPACITY
 from sparse_rl.types import Prompt
 
 
@@ -270,7 +271,10 @@ def test_bytes_count_pages_prefill_and_the_remembered_queries(tiny, prompts):
     sampler = engine(loaded, RKV(budget=16, interval=8))
     (rollout,) = sampler.generate(prompts(40), Sampling(max_tokens=10, stop_ids=()))
     assert rollout.kv.peak_bytes == 3 * page + ring
-    assert sampler.stats.peak_bytes == 3 * page + 4 * ring
+    # Rings of four rows and of nobody's; per row six integers, the table's two pages, its place in the order; a cursor;
+    # and tokens and log-probs of the last steps.
+    state = 8 * (6 * 5 + 2 * 5 + 4 + 1) + CAPACITY * 4 * (8 + 4)
+    assert sampler.stats.peak_bytes == 3 * page + 5 * ring + state
     (rollout,) = engine(loaded, Streaming(budget=20, interval=10)).generate(prompts(100), Sampling(max_tokens=3))
     assert rollout.kv.peak_bytes == 7 * page
 

@@ -174,11 +174,13 @@ def xi_floor(loaded: LoadedModel, rollouts: list[Rollout], dense_tokens: int) ->
 
 
 def _kv(bench: Bench, meter: Meter) -> dict[str, Any]:
-    """Bytes at the peak, rings and positions included, and what a dense cache's keys and values would take."""
+    """Bytes at the peak, rings, tables and positions included, and what a dense cache's keys and values would take."""
     config, shape, stats = bench.config, bench.loaded.shape, bench.engine.stats
     if config.cut or stats is None:
+        cache, decoder = bench.engine.cache, bench.engine.decoder
+        assert cache is not None and decoder is not None
         pages = meter.peak_pages * bench.engine.config.page_size * shape.entry_bytes
-        peak = pages + config.rows * shape.query_bytes(bench.policy.num_queries)
+        peak = pages + cache.queries.nbytes + decoder.rows.num_bytes
     else:
         peak = stats.peak_bytes
     dense = dense_peak_entries(config, bench.prompts) * bench.kv_bytes

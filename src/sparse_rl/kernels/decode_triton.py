@@ -168,14 +168,14 @@ def decode_attention_triton(
         DIM=dim,
         BLOCK_D=max(16, triton.next_power_of_2(dim)),
         PAGE=page_size,
-        BLOCK_N=block_of(page_size, dim),
+        BLOCK_N=block_of(page_size, dim, batch * num_kv_heads * num_splits > PROGRAMS_PER_SM * num_sms(q_BHD.device)),
         GROUP=group,
         BLOCK_G=max(16, triton.next_power_of_2(group)),
         NUM_KV_HEADS=num_kv_heads,
         NUM_SPLITS=num_splits,
         HAS_WINDOW=window is not None,
         PRECISION="ieee" if q_BHD.dtype == torch.float32 else "tf32",
-        num_warps=4,
+        num_warps=2 if dim <= 128 else 4,
         num_stages=3,
     )
     if num_splits > 1:
@@ -191,10 +191,9 @@ def decode_attention_triton(
     return out_BHD
 
 
-def block_of(page_size: int, dim: int) -> int:
-    """Entries read at a time: a power of two that divides the page, smaller where entries are wide."""
-    block = page_size & -page_size
-    return min(block, 64 if dim <= 128 else 32)
+def block_of(page_size: int, dim: int, crowded: bool) -> int:
+    """Entries read at a time: a power of two that divides the page, smaller where entries are wide or programs many."""
+    return min(page_size & -page_size, 64 if dim <= 128 and not crowded else 32)
 
 
 def splits_of(num_programs: int, longest: int, num_sms: int) -> int:

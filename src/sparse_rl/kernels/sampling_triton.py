@@ -60,7 +60,7 @@ def sample_triton(
     top_ids, top_logprobs = keys_B.new_empty(batch, num_top), maxima.new_empty(batch, num_top)
     shared = {"row_stride": logits_BV.stride(0), "size": size, "inverse": inverse, "num_top": num_top}
     with torch.cuda.device_of(logits_BV):
-        _block_kernel[(batch, num_blocks)](
+        _sample_block[(batch, num_blocks)](
             logits_BV,
             keys_B.contiguous(),
             index_B.contiguous(),
@@ -73,7 +73,7 @@ def sample_triton(
             BLOCK=BLOCK,
             num_warps=WARPS,
         )
-        _row_kernel[(batch,)](
+        _sample_row[(batch,)](
             logits_BV,
             maxima,
             sums,
@@ -92,7 +92,7 @@ def sample_triton(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _block_kernel(  # type: ignore[no-untyped-def]
+def _sample_block(  # type: ignore[no-untyped-def]
     logits_ptr,
     keys_ptr,
     index_ptr,
@@ -132,7 +132,7 @@ def _block_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _row_kernel(  # type: ignore[no-untyped-def]
+def _sample_row(  # type: ignore[no-untyped-def]
     logits_ptr,
     maxima_ptr,
     sums_ptr,

@@ -14,6 +14,7 @@ from sparse_rl.kv.cache import PagedCache
 from sparse_rl.kv.policy import Entries, EvictPolicy
 
 
+@torch.profiler.record_function("compaction")
 def compress(
     cache: PagedCache,
     policy: EvictPolicy,

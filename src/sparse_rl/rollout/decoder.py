@@ -16,6 +16,7 @@ from contextlib import contextmanager
 import torch
 from transformers import PreTrainedModel
 
+from sparse_rl.kernels.backend import use_triton
 from sparse_rl.kernels.sampling import sample
 from sparse_rl.kv.cache import DecodeStep, PagedCache
 from sparse_rl.model.attention import keep_out_of_compiled_code
@@ -46,7 +47,7 @@ class Decoder:
         self.max_entries = max_entries
         device = cache.shape.device
         self.rows = Rows(num_rows, -(-max_entries // cache.page_size), sampling.top_logprobs, device)
-        self.uses_graphs = graphs and device.type == "cuda"
+        self.uses_graphs = graphs and use_triton(cache.k)
         if self.uses_graphs and (reason := waits_for_device(model)):
             logger.warning("%s decodes without CUDA graphs: %s.", type(model).__name__, reason)
             self.uses_graphs = False

@@ -72,7 +72,7 @@ class EngineStats:
 
     num_pages: int
     peak_pages: int  # most in use at once, shared pages counted once
-    peak_bytes: int
+    peak_bytes: int  # those pages, with the query rings, page tables and the rest of the rows' state
     num_prefills: int
     num_preemptions: int
     num_steps: int
@@ -156,8 +156,7 @@ class Engine:
         self.stats = EngineStats(
             num_pages=pool.num_pages,
             peak_pages=pool.peak_used,
-            peak_bytes=pool.peak_used * self._page_bytes
-            + self.config.rows * self.loaded.shape.query_bytes(self.kv.num_queries),
+            peak_bytes=pool.peak_used * self._page_bytes + cache.queries.nbytes + decoder.rows.num_bytes,
             num_prefills=scheduler.num_prefills,
             num_preemptions=scheduler.num_preemptions,
             num_steps=loop.num_steps,
@@ -169,6 +168,11 @@ class Engine:
         """Give the pool's memory back; the next call makes a new one, and its graphs stay good."""
         if self.cache is not None:
             self.cache.release()
+
+    def resume(self) -> None:
+        """Take the memory back now rather than in the next call."""
+        if self.cache is not None and self.stats is not None:
+            self._cache_of(self.stats.num_pages)
 
     @property
     def bounded(self) -> bool:

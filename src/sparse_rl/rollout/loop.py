@@ -45,7 +45,8 @@ class Progress:
     num_requests: int
     num_finished: int
     num_rows: int  # in flight
-    num_tokens: int  # sampled so far
+    num_steps: int  # decoded
+    num_tokens: int  # sampled and read so far
     elapsed_s: float
     held_so_far: int  # entries a layer and KV head, summed over all decode steps of all rows
     full_so_far: int  # the same for a dense cache
@@ -259,6 +260,7 @@ class Loop:
             num_requests=len(self.sequences),
             num_finished=self.num_finished,
             num_rows=len(self.scheduler.running),
+            num_steps=self.num_steps,
             num_tokens=self.num_tokens,
             elapsed_s=time.perf_counter() - self.began,
             held_so_far=self.held_so_far,

@@ -68,6 +68,10 @@ class Rows:
             self.ints, self.table, self.order, self.cursor, self.tokens, self.logprobs, self.top_ids, self.top_logprobs
         )  # fmt: skip
 
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors())
+
     def set_order(self, rows: list[int], batch: int) -> None:
         """Decode these rows, filled up to `batch` with nobody's."""
         self.order[:batch] = to_device(rows + [self.num_rows] * (batch - len(rows)), self.device)

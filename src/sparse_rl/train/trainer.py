@@ -179,6 +179,7 @@ class Trainer:
             metrics["rollout/tokens_per_s"] = tokens / self.timer.seconds["time/rollout_s"]
             metrics["kv/peak_bytes"] = self.rollout_stats.peak_bytes
             metrics["rollout/preemptions"] = self.rollout_stats.num_preemptions
+            metrics["time/capture_s"] = self.rollout_stats.capture_s
         metrics |= self.timer.seconds | {"step_time": time.perf_counter() - began}
         self.timer = Timer()
         self.log.write("metrics.jsonl", metrics)

@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine on a GPU: graphs that equal eager steps, memory that comes and goes, a pool that stays whole."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from sparse_rl.kv import RKV, Full, SnapKV, Streaming
+from sparse_rl.model.dry_run import dry_run
+from sparse_rl.model.load import LoadedModel
+from sparse_rl.model.tiny import tiny_model, tiny_tokenizer
+from sparse_rl.rollout import Engine, EngineConfig, Sampling
+from sparse_rl.score import score
+from sparse_rl.types import Prompt
+
+pytestmark = pytest.mark.gpu
+
+POLICIES = [Full(), Streaming(budget=16, interval=9), SnapKV(budget=32, interval=16), RKV(budget=32, interval=16)]
+LENGTHS = (3, 25, 17, 8, 40, 130)
+
+
+def tokens(rollouts):
+    return [rollout.token_ids.tolist() for rollout in rollouts]
+
+
+def same_up_to_rounding(got, expected, atol):
+    """Equal tokens and close log-probs, up to where a close call went the other way, which few rows may have."""
+    parted = 0
+    for a, b in zip(got, expected, strict=True):
+        count = min(len(a.token_ids), len(b.token_ids))
+        differs = (a.token_ids[:count] != b.token_ids[:count]).nonzero()[:, 0].tolist()
+        same = differs[0] if differs else count
+        parted += bool(differs)
+        torch.testing.assert_close(a.sampler_logprobs[:same], b.sampler_logprobs[:same], atol=atol, rtol=0)
+    assert parted <= len(got) // 4, f"{parted} of {len(got)} rows drew other tokens"
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda p: p.name)
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_graphs_draw_what_eager_steps_draw(family, policy, tiny, prompts):
+    """The same kernels in the same order: bit for bit, at every batch size on the way down."""
+    loaded = tiny(family)
+    sampling = Sampling(max_tokens=90, n=3, seed=4, top_logprobs=4)
+    runs = [
+        Engine(loaded, policy, EngineConfig(rows=12, page_size=16, graphs=graphs)).generate(prompts(*LENGTHS), sampling)
+        for graphs in (True, False)
+    ]
+    same_up_to_rounding(*runs, atol=1e-4)
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_compiled_layers_agree_with_their_modules(family, tiny, prompts):
+    loaded = tiny(family)
+    sampling = Sampling(max_tokens=60, n=3, seed=4, stop_ids=())
+    policy = RKV(budget=32, interval=16)
+    compiled = Engine(loaded, policy, EngineConfig(rows=12)).generate(prompts(*LENGTHS), sampling)
+    plain = Engine(loaded, policy, EngineConfig(rows=12, graphs=False)).generate(prompts(*LENGTHS), sampling)
+    same_up_to_rounding(compiled, plain, atol=1e-4)
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda p: p.name)
+def test_triton_draws_what_the_reference_kernels_draw(policy, tiny, prompts, monkeypatch):
+    loaded = tiny("qwen3")
+    sampling = Sampling(max_tokens=70, n=3, seed=9, stop_ids=())
+    triton = Engine(loaded, policy, EngineConfig(rows=8, page_size=16)).generate(prompts(*LENGTHS), sampling)
+    for module in ("decode", "importance", "compact", "sampling"):
+        monkeypatch.setattr(f"sparse_rl.kernels.{module}.use_triton", lambda x: False)
+    for module in ("kv.cache", "rollout.decoder", "rollout.runner"):
+        monkeypatch.setattr(f"sparse_rl.{module}.use_triton", lambda x: False)
+    reference = Engine(loaded, policy, EngineConfig(rows=8, page_size=16)).generate(prompts(*LENGTHS), sampling)
+    same_up_to_rounding(triton, reference, atol=1e-4)
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda p: p.name)
+def test_rows_influence_each_other_through_rounding_alone(policy, tiny, prompts):
+    loaded = tiny()
+    sampling = Sampling(max_tokens=60, n=4, seed=5, stop_ids=())
+    many = Engine(loaded, policy, EngineConfig(rows=24, page_size=16)).generate(prompts(*LENGTHS), sampling)
+    few = Engine(loaded, policy, EngineConfig(rows=2, page_size=16)).generate(prompts(*LENGTHS), sampling)
+    same_up_to_rounding(many, few, atol=1e-4)
+
+
+@pytest.fixture(scope="module")
+def wide(device):
+    """Wide enough for bf16 to matter: eight layers of Qwen2.5-1.5B's width."""
+    model = tiny_model(
+        "qwen2", dtype=torch.bfloat16, device=device, initializer_range=0.04, hidden_size=1536, intermediate_size=8960, num_hidden_layers=8,
+        num_attention_heads=12, num_key_value_heads=2, head_dim=128, vocab_size=32_000, max_position_embeddings=4096,
+    )  # fmt: skip
+    return LoadedModel(model=model, tokenizer=tiny_tokenizer(), shape=dry_run(model))
+
+
+@pytest.mark.compiled
+def test_dense_decoding_is_as_close_to_the_dense_forward_as_the_modules_own(wide):
+    """|log xi| of the engine against that of the module decoding with its own cache, token by token, same tokens."""
+    prompt = torch.randint(0, 30_000, (64,)).tolist()
+    sampling = Sampling(max_tokens=128, n=16, stop_ids=())
+    rollouts = Engine(wide, Full(), EngineConfig(rows=16)).generate([prompt], sampling)
+    dense = score(wide.model, rollouts)
+    ours = torch.cat([(d.dense_logprobs - r.sampler_logprobs).abs() for d, r in zip(dense, rollouts, strict=True)])
+
+    ids = torch.stack([torch.cat([torch.tensor(prompt), r.token_ids]) for r in rollouts]).cuda()
+    wide.model.set_attn_implementation("sdpa")
+    try:
+        with torch.no_grad():
+            out = wide.model(ids[:, :64], use_cache=True)
+            own = [out.logits[:, -1]]
+            for t in range(64, ids.shape[1] - 1):
+                out = wide.model(ids[:, t : t + 1], past_key_values=out.past_key_values, use_cache=True)
+                own.append(out.logits[:, -1])
+    finally:
+        wide.model.set_attn_implementation("sparse_rl")
+    logprobs = torch.stack(own, 1).float().log_softmax(-1).gather(-1, ids[:, 64:, None])[..., 0].cpu()
+    theirs = (torch.stack([d.dense_logprobs for d in dense]) - logprobs).abs().flatten()
+    print(
+        f"mean |log xi|: engine {ours.mean():.2e}, module {theirs.mean():.2e}; max {ours.max():.2e}, {theirs.max():.2e}"
+    )
+    assert ours.mean() <= 1.1 * theirs.mean()
+    assert ours.quantile(0.99) <= 1.2 * theirs.quantile(0.99)
+
+
+def test_twenty_thousand_requests_leave_the_pool_whole(tiny):
+    generator = torch.Generator().manual_seed(int(torch.randint(1 << 40, ())))
+    lengths = torch.randint(1, 40, (20_000, 2), generator=generator).tolist()
+    requests = [Prompt(ids=(1,) * a, max_tokens=b) for a, b in lengths]
+    for policy, pages in ((RKV(budget=16, interval=8), None), (Full(), 700)):
+        engine = Engine(tiny(), policy, EngineConfig(rows=512, page_size=16, pool_pages=pages))
+        rollouts = engine.generate(requests, Sampling(max_tokens=64))  # which checks the pool at its end
+        assert all(1 <= len(r.token_ids) <= b for r, (_, b) in zip(rollouts, lengths, strict=True))
+        assert engine.stats.num_prefills == len(requests)
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("policy", [Full(), RKV(budget=128, interval=64)], ids=lambda p: p.name)
+def test_releasing_the_pool_between_rollouts_changes_nothing(policy, wide):
+    """Ten times rollout, release, learn, resume; the pool lies elsewhere afterwards, the graphs stay."""
+    prompt = torch.randint(0, 30_000, (64,)).tolist()
+    weights = [p.detach().clone() for p in wide.model.parameters()]
+
+    def rounds(release):
+        with torch.no_grad():
+            for parameter, weight in zip(wide.model.parameters(), weights, strict=True):
+                parameter.copy_(weight)
+        engine = Engine(wide, policy, EngineConfig(rows=32))
+        engine.generate([prompt], Sampling(max_tokens=40, n=64, stop_ids=()))
+        drawn, seconds, captured, places, held = [], 0.0, 0.0, set(), []
+        for step in range(10):
+            began = time.perf_counter()
+            rollouts = engine.generate([prompt], Sampling(max_tokens=400, n=64, seed=step, stop_ids=()))
+            seconds += time.perf_counter() - began
+            captured += engine.stats.capture_s
+            places.add(engine.cache.k.data_ptr())
+            drawn.append(tokens(rollouts))
+            if release:
+                before = torch.cuda.memory_allocated()
+                pool = engine.cache.k.nbytes + engine.cache.v.nbytes + engine.cache.positions.nbytes
+                engine.release()
+                assert torch.cuda.memory_allocated() <= before - pool, "memory that is released is freed"
+                held.append(torch.empty(1 << 20, device="cuda"))  # so that the pool comes to lie elsewhere
+            with torch.no_grad():
+                for i, parameter in enumerate(wide.model.parameters()):
+                    parameter.mul_(1.0 + 1e-3 * ((i + step) % 3 - 1))
+            if release and step % 2:
+                engine.resume()
+        return drawn, captured / seconds, places
+
+    kept, _, _ = rounds(release=False)
+    released, capture_frac, places = rounds(release=True)
+    assert kept == released
+    assert len(places) > 1, "the pool never moved, so the test shows nothing"
+    assert capture_frac <= 0.02
+
+
+def test_moved_parameters_are_noticed(prompts):
+    model = tiny_model("llama", device="cuda")
+    loaded = LoadedModel(model=model, tokenizer=tiny_tokenizer(), shape=dry_run(model))
+    engine = Engine(loaded, Full(), EngineConfig(rows=4))
+    sampling = Sampling(max_tokens=20, n=2, stop_ids=())
+    engine.generate(prompts(5, 9), sampling)
+    graphs = dict(engine.decoder.graphs)
+    engine.generate(prompts(5, 9), sampling)
+    assert engine.decoder.graphs == graphs and engine.stats.capture_s == 0.0
+    weight = model.model.layers[1].mlp.up_proj.weight
+    other = torch.randn_like(weight) * weight.std()
+    weight.data = other  # elsewhere, and of other values
+    moved = engine.generate(prompts(5, 9), sampling)
+    assert engine.stats.capture_s > 0
+    fresh = Engine(loaded, Full(), EngineConfig(rows=4)).generate(prompts(5, 9), sampling)
+    assert tokens(moved) == tokens(fresh)
+
+
+def test_decoding_does_not_wait_for_the_device(tiny, prompts, monkeypatch):
+    """Between prefills nothing synchronises: torch raises where it would."""
+    from sparse_rl.rollout.runner import Runner
+
+    loaded, policy = tiny(), RKV(budget=32, interval=16)
+    engine = Engine(loaded, policy, EngineConfig(rows=8))
+    engine.generate(prompts(*LENGTHS), Sampling(max_tokens=200, stop_ids=()))  # captures
+
+    def strictly(function):
+        def call(*args, **kwargs):
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                return function(*args, **kwargs)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+
+        return call
+
+    for name in ("decode", "compress", "fetch", "start"):
+        monkeypatch.setattr(Runner, name, strictly(getattr(Runner, name)))
+    engine.generate(prompts(*LENGTHS), Sampling(max_tokens=200, stop_ids=()))
+
+
+def test_a_model_that_cannot_be_captured_decodes_eagerly(tiny, prompts, monkeypatch, caplog):
+    loaded = tiny()
+    policy = Full()
+    expected = Engine(loaded, policy, EngineConfig(rows=4)).generate(prompts(5, 9), Sampling(max_tokens=20, n=2))
+    forward = loaded.model.forward
+
+    def synchronising(*args, **kwargs):
+        out = forward(*args, **kwargs)
+        out.logits.sum().item()
+        return out
+
+    monkeypatch.setattr(loaded.model, "forward", synchronising)
+    engine = Engine(loaded, policy, EngineConfig(rows=4, compile=False))
+    got = engine.generate(prompts(5, 9), Sampling(max_tokens=20, n=2))
+    assert "cannot be captured" in caplog.text and not engine.decoder.graphs
+    same_up_to_rounding(got, expected, atol=1e-4)
+
+
+def test_a_pool_is_sized_from_what_is_free_less_a_reserve(tiny, prompts, monkeypatch):
+    loaded = tiny()
+    engine = Engine(loaded, Full(), EngineConfig(rows=64))
+    page = engine.config.page_size * loaded.shape.entry_bytes
+    total = torch.cuda.get_device_properties(0).total_memory
+    monkeypatch.setattr("sparse_rl.rollout.engine.free_bytes", lambda device: total // 10 + 50 * page)
+    engine.generate(prompts(5), Sampling(max_tokens=1000, n=64, stop_ids=()))
+    assert engine.stats.num_pages == 50 and engine.stats.num_preemptions > 0
