@@ -197,11 +197,13 @@ def test_training_mode_and_gradients_are_left_as_they_were(tiny, prompts):
     model.zero_grad()
 
 
-def test_progress_reports_every_step(tiny, prompts):
+def test_progress_is_reported_as_it_goes(tiny, prompts, device):
     seen = []
     sampler = engine(tiny(), RKV(budget=16, interval=8), rows=2)
     rollouts = sampler.generate(prompts(5, 5, 5), Sampling(max_tokens=30, stop_ids=()), on_step=seen.append)
-    assert len(seen) == sampler.stats.num_steps
+    steps = [progress.num_steps for progress in seen]
+    assert steps == sorted(steps) and steps[-1] == sampler.stats.num_steps
+    assert len(seen) == steps[-1] or device != "cpu", "every step, where several are not launched at once"
     assert max(p.num_rows for p in seen) == 2
     assert (seen[-1].num_finished, seen[-1].num_requests, seen[-1].num_tokens) == (3, 3, 90)
     assert seen[-1].held_so_far == sum(sum(r.kv.held) for r in rollouts)

@@ -88,8 +88,9 @@ def test_rows_influence_each_other_through_rounding_alone(policy, tiny, prompts)
 def wide(device):
     """Wide enough for bf16 to matter: eight layers of Qwen2.5-1.5B's width."""
     model = tiny_model(
-        "qwen2", dtype=torch.bfloat16, device=device, initializer_range=0.04, hidden_size=1536, intermediate_size=8960, num_hidden_layers=8,
-        num_attention_heads=12, num_key_value_heads=2, head_dim=128, vocab_size=32_000, max_position_embeddings=4096,
+        "qwen2", dtype=torch.bfloat16, device=device, initializer_range=0.04, hidden_size=1536, intermediate_size=8960,
+        num_hidden_layers=8, num_attention_heads=12, num_key_value_heads=2, head_dim=128, vocab_size=32_000,
+        max_position_embeddings=4096,
     )  # fmt: skip
     return LoadedModel(model=model, tokenizer=tiny_tokenizer(), shape=dry_run(model))
 
@@ -181,9 +182,10 @@ def test_moved_parameters_are_noticed(prompts):
     engine = Engine(loaded, Full(), EngineConfig(rows=4))
     sampling = Sampling(max_tokens=20, n=2, stop_ids=())
     engine.generate(prompts(5, 9), sampling)
-    graphs = dict(engine.decoder.graphs)
+    (decoder,) = engine.decoders.values()
+    graphs = dict(decoder.graphs)
     engine.generate(prompts(5, 9), sampling)
-    assert engine.decoder.graphs == graphs and engine.stats.capture_s == 0.0
+    assert decoder.graphs == graphs and engine.stats.capture_s == 0.0
     weight = model.model.layers[1].mlp.up_proj.weight
     other = torch.randn_like(weight) * weight.std()
     weight.data = other  # elsewhere, and of other values
@@ -230,7 +232,7 @@ def test_a_model_that_cannot_be_captured_decodes_eagerly(tiny, prompts, monkeypa
     monkeypatch.setattr(loaded.model, "forward", synchronising)
     engine = Engine(loaded, policy, EngineConfig(rows=4, compile=False))
     got = engine.generate(prompts(5, 9), Sampling(max_tokens=20, n=2))
-    assert "cannot be captured" in caplog.text and not engine.decoder.graphs
+    assert "cannot be captured" in caplog.text and not next(iter(engine.decoders.values())).graphs
     same_up_to_rounding(got, expected, atol=1e-4)
 
 

@@ -62,7 +62,7 @@ class Bench:
     @property
     def capture_s(self) -> float:
         """Spent so far on compiling and capturing decode steps."""
-        return self.engine.decoder.capture_s if self.engine.decoder is not None else 0.0
+        return sum(decoder.capture_s for decoder in self.engine.decoders.values())
 
     @property
     def kv_bytes(self) -> int:
@@ -177,8 +177,8 @@ def _kv(bench: Bench, meter: Meter) -> dict[str, Any]:
     """Bytes at the peak, rings, tables and positions included, and what a dense cache's keys and values would take."""
     config, shape, stats = bench.config, bench.loaded.shape, bench.engine.stats
     if config.cut or stats is None:
-        cache, decoder = bench.engine.cache, bench.engine.decoder
-        assert cache is not None and decoder is not None
+        cache, (decoder,) = bench.engine.cache, bench.engine.decoders.values()
+        assert cache is not None
         pages = meter.peak_pages * bench.engine.config.page_size * shape.entry_bytes
         peak = pages + cache.queries.nbytes + decoder.rows.num_bytes
     else:

@@ -21,6 +21,7 @@ from sparse_rl.kernels.sampling import sample
 from sparse_rl.kv.cache import DecodeStep, PagedCache
 from sparse_rl.model.attention import keep_out_of_compiled_code
 from sparse_rl.model.dry_run import waits_for_device
+from sparse_rl.rollout.fusion import Group, fuse, sliced
 from sparse_rl.rollout.rows import ADVANCE, ENTRIES, INDEX, KEY, POSITION, TOKEN, Rows
 from sparse_rl.rollout.sampler import Sampling
 
@@ -53,18 +54,15 @@ class Decoder:
             self.uses_graphs = False
         self.compiles = compiles
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self.fused: list[Group] = []
         self.addresses: tuple[int, ...] = ()
         self.memory = torch.cuda.graph_pool_handle() if self.uses_graphs else None
         self.capture_s = 0.0
 
-    def fits(self, sampling: Sampling, max_entries: int) -> bool:
-        """Whether this decoder can serve such a call."""
-        fixed = ("temperature", "top_p", "top_k", "top_logprobs")
-        same = all(getattr(self.sampling, name) == getattr(sampling, name) for name in fixed)
-        return same and max_entries <= self.max_entries
-
     def prepare(self) -> None:
         """Before a call: forget graphs that point to where parameters or buffers no longer are."""
+        if self.uses_graphs and self.compiles:
+            self.fused = fuse(self.model)
         tensors = (*self.model.parameters(), *self.model.buffers(), *self.cache.fixed_tensors(), *self.rows.tensors())
         addresses = tuple(tensor.data_ptr() for tensor in tensors)
         if addresses != self.addresses and self.graphs:
@@ -150,7 +148,7 @@ class Decoder:
                 for _ in range(WARM_UPS):
                     self.step(batch)
             torch.cuda.current_stream().wait_stream(stream)
-            with torch.cuda.graph(graph, pool=self.memory, stream=stream):
+            with torch.cuda.graph(graph, pool=self.memory, stream=stream, capture_error_mode="thread_local"):
                 self.step(batch)
         return graph
 
@@ -168,7 +166,8 @@ class Decoder:
         for part in parts:
             part._compiled_call_impl = torch.compile(part._call_impl, dynamic=True)
         try:
-            yield
+            with sliced(self.fused):
+                yield
         finally:
             for part in parts:
                 part._compiled_call_impl = None

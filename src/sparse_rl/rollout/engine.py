@@ -30,6 +30,7 @@ from sparse_rl.types import Prompt, Rollout
 
 MAX_REQUESTS = 1 << 22  # of a call
 HOST_SHARE = 0.5  # of free host memory, for a pool whose size is not given
+MAX_DECODERS = 4  # sets of graphs, one for each way to sample
 GPU_RESERVE = 0.1  # of a GPU's memory, left to prefill, logits and graphs
 
 
@@ -87,7 +88,7 @@ class Engine:
         self.kv = kv or Full()
         self.config = config or EngineConfig()
         self.cache: PagedCache | None = None
-        self.decoder: Decoder | None = None
+        self.decoders: dict[tuple[object, ...], Decoder] = {}  # by what of the sampling settings their graphs bake in
         self.stats: EngineStats | None = None
 
     @torch.no_grad()
@@ -293,13 +294,14 @@ class Engine:
         return self.cache
 
     def _decoder_of(self, cache: PagedCache, sampling: Sampling, sequences: list[Sequence]) -> Decoder:
-        """The decode step, kept with its graphs between calls that sample alike."""
+        """The decode step of these settings, kept with its graphs between calls."""
         # Room for later calls, so that their graphs are these.
         longest = max(entries_reached(self.kv, sequence) for sequence in sequences)
         max_entries = self._bound or 1 << (longest - 1).bit_length()
-        if self.decoder is None or not self.decoder.fits(sampling, max_entries):
-            self.decoder = None  # its graphs' memory goes first
-            self.decoder = Decoder(
+        baked = (sampling.temperature, sampling.top_p, sampling.top_k, sampling.top_logprobs)
+        decoder = self.decoders.pop(baked, None)
+        if decoder is None or decoder.max_entries < max_entries:
+            decoder = Decoder(
                 self.loaded.model,
                 cache,
                 sampling,
@@ -308,8 +310,11 @@ class Engine:
                 graphs=self.config.graphs,
                 compiles=self.config.compile,
             )
-        self.decoder.prepare()
-        return self.decoder
+        self.decoders[baked] = decoder  # the newest last
+        if len(self.decoders) > MAX_DECODERS:
+            del self.decoders[next(iter(self.decoders))]
+        decoder.prepare()
+        return decoder
 
 
 def free_bytes(device: torch.device) -> int:

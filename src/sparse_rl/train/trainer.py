@@ -90,6 +90,7 @@ class Trainer:
             rate=lambda update: self.optimizer_config.rate(update, total),
         )
         self.engine = Engine(loaded, self.kv, self.engine_config)
+        self.eval_engines: dict[str, Engine] = {}  # kept for their graphs
         self._check_prompts()
         self.step, self.num_tokens = 0, 0
         self.rollout_stats = self.engine.stats
@@ -214,7 +215,7 @@ class Trainer:
         metrics: dict[str, float] = {}
         with self.timer("eval"):
             for cache, policy in policies.items():
-                engine = Engine(self.loaded, policy, self.engine_config)
+                engine = self.eval_engines.setdefault(cache, Engine(self.loaded, policy, self.engine_config))
                 result = evaluate(engine, prompts, sampling, self.task.rewards, self._progress(f"eval/{cache}"))
                 engine.release()
                 metrics |= {f"eval/{cache}/{name}": value for name, value in result.items()}
