@@ -20,7 +20,7 @@ KERNELS: dict[str, str] = {
     r"^_(attention_importance|importance|redundancy|sum_cosines|spare_duplicates|softmax_totals)": "compaction",
     r"^_(select|compact)": "compaction",
     r"^_(decode|write)|flash|fmha": "attention",
-    r"^_(sample|block_kernel|row_kernel)": "sampling",
+    r"^_sample": "sampling",
     r"nvjet|gemm|gemv|cutlass|xmma|cublas|splitK|^triton_(tem|mm)": "linear",
 }
 OTHER = "pointwise"

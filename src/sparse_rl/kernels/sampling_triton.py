@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sampling in one pass over the logits; `sampling.sample_ref` is the specification.
 
-    block of a row:  max, sum exp(logit - max), argmax of logit + Gumbel noise, the best few logits
-    row:             logsumexp of the blocks, the best of their argmaxes, their lists merged
+    block of a row:  max, sum exp(logit - max), argmax of logit + Gumbel noise
+    row:             logsumexp of the blocks, the best of their argmaxes
+
+A list of the most likely tokens takes a second look at the blocks whose maxima are large enough, and a merge.
 
 A value and its id travel as one integer that orders by value, then by lower id: one maximum gives both, and ties do
 not depend on how a GPU reduces. The cost is that of the 64-bit mixing, so the rest is kept to few instructions: logits
@@ -58,7 +60,8 @@ def sample_triton(
     block_top = keys_B.new_empty(batch, num_blocks, num_top)
     tokens, logprobs = keys_B.new_empty(batch), maxima.new_empty(batch)
     top_ids, top_logprobs = keys_B.new_empty(batch, num_top), maxima.new_empty(batch, num_top)
-    shared = {"row_stride": logits_BV.stride(0), "size": size, "inverse": inverse, "num_top": num_top}
+    shared = {"row_stride": logits_BV.stride(0), "size": size, "inverse": inverse}
+    blocks_p = max(16, triton.next_power_of_2(num_blocks))
     with torch.cuda.device_of(logits_BV):
         _sample_block[(batch, num_blocks)](
             logits_BV,
@@ -67,12 +70,24 @@ def sample_triton(
             maxima,
             sums,
             best,
-            block_top,
             **shared,
             NOISE=temperature > 0,
             BLOCK=BLOCK,
             num_warps=WARPS,
         )
+        if num_top:
+            _sample_top[(batch, num_blocks)](
+                logits_BV,
+                maxima,
+                block_top,
+                **shared,
+                num_blocks=num_blocks,
+                num_top=num_top,
+                BLOCK=BLOCK,
+                BLOCKS=blocks_p,
+                LIST=triton.next_power_of_2(num_top),
+                num_warps=WARPS,
+            )
         _sample_row[(batch,)](
             logits_BV,
             maxima,
@@ -85,7 +100,8 @@ def sample_triton(
             top_logprobs,
             **shared,
             num_blocks=num_blocks,
-            BLOCKS=max(16, triton.next_power_of_2(num_blocks)),
+            num_top=num_top,
+            BLOCKS=blocks_p,
             num_warps=1,
         )
     return (tokens, logprobs, top_ids, top_logprobs) if num_top else (tokens, logprobs, None, None)
@@ -99,11 +115,9 @@ def _sample_block(  # type: ignore[no-untyped-def]
     maxima_ptr,
     sums_ptr,
     best_ptr,
-    top_ptr,
     row_stride,
     size,
     inverse,
-    num_top: tl.constexpr,
     NOISE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -123,12 +137,44 @@ def _sample_block(  # type: ignore[no-untyped-def]
     tl.store(maxima_ptr + at, maximum)
     tl.store(sums_ptr + at, total)
     tl.store(best_ptr + at, tl.max(_pack(perturbed, ids), axis=0))
-    if num_top > 0:
-        packed = _pack(scaled, ids)
-        for rank in range(num_top):
-            largest = tl.max(packed, axis=0)
-            tl.store(top_ptr + at * num_top + rank, largest)
-            packed = tl.where(packed == largest, LOWEST, packed)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _sample_top(  # type: ignore[no-untyped-def]
+    logits_ptr,
+    maxima_ptr,
+    top_ptr,
+    row_stride,
+    size,
+    inverse,
+    num_blocks,
+    num_top: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    LIST: tl.constexpr,
+):
+    """A block's candidates for its row's list, sorted. Few blocks have any: `num_top` maxima stand above all others."""
+    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    others = tl.arange(0, BLOCKS)
+    maxima = tl.load(maxima_ptr + row * num_blocks + others, mask=others < num_blocks, other=float("-inf"))
+    above = tl.sum((maxima[None, :] > maxima[:, None]).to(tl.int32), axis=1)
+    bound = tl.min(tl.where(above < num_top, maxima, float("inf")), axis=0)
+    bound = tl.where(num_blocks < num_top, float("-inf"), bound)
+
+    ids = block * BLOCK + tl.arange(0, BLOCK)
+    logits = tl.load(logits_ptr + row * row_stride + ids, mask=ids < size, other=float("-inf"))
+    scaled = logits.to(tl.float32) * inverse + 0.0
+    packed = tl.where(scaled < bound, LOWEST, _pack(scaled, ids))
+    top_ptr += (row * num_blocks + block) * num_top
+    largest = tl.max(packed, axis=0)
+    rank = 0
+    while (rank < num_top) & (largest > LOWEST):
+        tl.store(top_ptr + rank, largest)
+        packed = tl.where(packed == largest, LOWEST, packed)
+        largest = tl.max(packed, axis=0)
+        rank += 1
+    place = tl.arange(0, LIST)
+    tl.store(top_ptr + place, LOWEST, mask=(place >= rank) & (place < num_top))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
