@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -21,13 +22,11 @@ from sparse_rl.kernels.sampling import sample
 from sparse_rl.kv.cache import DecodeStep, PagedCache
 from sparse_rl.model.attention import keep_out_of_compiled_code
 from sparse_rl.model.dry_run import waits_for_device
-from sparse_rl.rollout.fusion import Group, fuse, sliced
+from sparse_rl.rollout.fusion import Group, find_groups, fused
 from sparse_rl.rollout.rows import ADVANCE, ENTRIES, INDEX, KEY, POSITION, TOKEN, Rows
 from sparse_rl.rollout.sampler import Sampling
 
 logger = logging.getLogger(__name__)
-
-WARM_UPS = 2
 
 
 class Decoder:
@@ -54,15 +53,15 @@ class Decoder:
             self.uses_graphs = False
         self.compiles = compiles
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        self.fused: list[Group] = []
+        self.groups: list[Group] = find_groups(model) if self.uses_graphs and compiles else []
         self.addresses: tuple[int, ...] = ()
         self.memory = torch.cuda.graph_pool_handle() if self.uses_graphs else None
         self.capture_s = 0.0
 
     def prepare(self) -> None:
         """Before a call: forget graphs that point to where parameters or buffers no longer are."""
-        if self.uses_graphs and self.compiles:
-            self.fused = fuse(self.model)
+        for group in self.groups:
+            group.join()
         tensors = (*self.model.parameters(), *self.model.buffers(), *self.cache.fixed_tensors(), *self.rows.tensors())
         addresses = tuple(tensor.data_ptr() for tensor in tensors)
         if addresses != self.addresses and self.graphs:
@@ -145,7 +144,8 @@ class Decoder:
         graph = torch.cuda.CUDAGraph()
         with self._compiled():
             with torch.cuda.stream(stream):
-                for _ in range(WARM_UPS):
+                self.step(batch)
+                with waiting_is_an_error():  # which is easier to get over here than in the middle of a capture
                     self.step(batch)
             torch.cuda.current_stream().wait_stream(stream)
             with torch.cuda.graph(graph, pool=self.memory, stream=stream, capture_error_mode="thread_local"):
@@ -166,11 +166,24 @@ class Decoder:
         for part in parts:
             part._compiled_call_impl = torch.compile(part._call_impl, dynamic=True)
         try:
-            with sliced(self.fused):
+            with fused(self.groups):
                 yield
         finally:
             for part in parts:
                 part._compiled_call_impl = None
+
+
+@contextmanager
+def waiting_is_an_error() -> Iterator[None]:
+    """Raise where the host would wait for the device."""
+    mode = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch calls its own switch a prototype
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
 
 
 def batch_sizes(num_rows: int) -> list[int]:

@@ -3,8 +3,8 @@
 
 At a few hundred rows a small product takes as long as its launch. The weights of such a group are laid one behind the
 other in memory and the module's parameters become views of that, so there is no second copy and nothing to keep in
-step: whoever updates the parameters in place updates both. While a decode step is compiled, each projection computes
-the whole product and takes its slice; the compiler sees that the products are one.
+step: whoever updates the parameters in place updates both. While a decode step is compiled, the first projection of a
+group computes the product of all, and each takes its columns.
 """
 
 from __future__ import annotations
@@ -25,50 +25,81 @@ GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 @dataclass(frozen=True, slots=True)
 class Group:
     owner: Any  # the module whose children they are
-    names: tuple[str, ...]
-    weight: torch.Tensor  # of all of them, one behind the other
-    bias: torch.Tensor | None
+    names: tuple[str, ...]  # in the order of the calls
+
+    @property
+    def parts(self) -> list[Any]:
+        return [self.owner.get_submodule(name) for name in self.names]
+
+    def join(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The weights and biases of all parts, which become views of them; nothing moves that lies so already."""
+        parts = self.parts
+        bias = None if parts[0].bias is None else _join([part.bias for part in parts])
+        return _join([part.weight for part in parts]), bias
 
 
-class Slice(nn.Module):
-    """A projection as some columns of the product with the whole group's weight."""
+class Product:
+    value: torch.Tensor
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, start: int, stop: int) -> None:
+
+class Columns(nn.Module):
+    """A projection as some columns of its group's product, which the first of the group computes."""
+
+    def __init__(
+        self, product: Product, start: int, stop: int, whole: tuple[torch.Tensor, torch.Tensor | None] | None
+    ) -> None:
         super().__init__()
-        self.register_buffer("weight", weight, persistent=False)
-        self.register_buffer("bias", bias, persistent=False)
-        self.start = start
-        self.stop = stop
+        self.product = product
+        self.columns = (start, stop)
+        self.first = whole is not None
+        if whole is not None:
+            self.register_buffer("weight", whole[0], persistent=False)
+            self.register_buffer("bias", whole[1], persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return linear(x, self.get_buffer("weight"), self._buffers["bias"])[..., self.start : self.stop]
+        if self.first:
+            self.product.value = linear(x, self.get_buffer("weight"), self._buffers["bias"])
+        return self.product.value[..., self.columns[0] : self.columns[1]]
 
 
-def fuse(model: nn.Module) -> list[Group]:
-    """Lay the weights of every group of projections together, where they do not lie so; parameters stay the objects
-    they were."""
-    groups = []
-    for owner in model.modules():
-        for names in GROUPS:
-            parts: list[Any] = [getattr(owner, name, None) for name in names]
-            if _alike(parts):
-                weight = _join([part.weight for part in parts])
-                bias = _join([part.bias for part in parts]) if parts[0].bias is not None else None
-                groups.append(Group(owner, names, weight, bias))
-    return groups
+@torch.no_grad()
+def find_groups(model: nn.Module) -> list[Group]:
+    """Projections that one forward pass calls one after the other on the same input."""
+    found = [
+        Group(owner, names)
+        for owner in model.modules()
+        for names in GROUPS
+        if _alike([getattr(owner, name, None) for name in names])
+    ]
+    calls: list[tuple[nn.Module, torch.Tensor]] = []
+    parts = {part for group in found for part in group.parts}
+    hooks = [part.register_forward_pre_hook(lambda part, inputs: calls.append((part, inputs[0]))) for part in parts]
+    try:
+        token = torch.zeros((1, 1), dtype=torch.long, device=next(model.parameters()).device)
+        model(input_ids=token, use_cache=False)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    order = [part for part, _ in calls]
+    good = []
+    for group in found:
+        start = order.index(group.parts[0]) if group.parts[0] in order else len(order)
+        called = calls[start : start + len(group.parts)]
+        if [part for part, _ in called] == group.parts and all(x is called[0][1] for _, x in called):
+            good.append(group)
+    return good
 
 
 @contextmanager
-def sliced(groups: list[Group]) -> Iterator[None]:
-    """Let the projections of each group compute the group's product for as long as this lasts."""
-    originals = [(group, {name: group.owner.get_submodule(name) for name in group.names}) for group in groups]
+def fused(groups: list[Group]) -> Iterator[None]:
+    """Let the projections of each group compute one product for as long as this lasts."""
+    originals = [(group, dict(zip(group.names, group.parts, strict=True))) for group in groups]
     try:
         for group, parts in originals:
-            start = 0
-            for name, part in parts.items():
-                stop = start + part.out_features
-                group.owner._modules[name] = Slice(group.weight, group.bias, start, stop)
-                start = stop
+            whole, product = group.join(), Product()
+            ends = list(accumulate((part.out_features for part in parts.values()), initial=0))
+            for i, name in enumerate(parts):
+                group.owner._modules[name] = Columns(product, ends[i], ends[i + 1], whole if i == 0 else None)
         yield
     finally:
         for group, parts in originals:
@@ -87,7 +118,6 @@ def _alike(parts: list[Any]) -> bool:
 
 
 def _join(parameters: list[nn.Parameter]) -> torch.Tensor:
-    """The parameters as one tensor, of which they are views; they move unless they are that already."""
     first = parameters[0].data
     storages = {parameter.untyped_storage().data_ptr() for parameter in parameters}
     ends = accumulate((parameter.nbytes for parameter in parameters), initial=first.data_ptr())
