@@ -81,13 +81,7 @@ def find_groups(model: nn.Module) -> list[Group]:
         for hook in hooks:
             hook.remove()
     order = [part for part, _ in calls]
-    good = []
-    for group in found:
-        start = order.index(group.parts[0]) if group.parts[0] in order else len(order)
-        called = calls[start : start + len(group.parts)]
-        if [part for part, _ in called] == group.parts and all(x is called[0][1] for _, x in called):
-            good.append(group)
-    return good
+    return [group for group in found if _called_together(group.parts, order, [x for _, x in calls])]
 
 
 @contextmanager
@@ -115,6 +109,15 @@ def _alike(parts: list[Any]) -> bool:
         )
         == 1
     )
+
+
+def _called_together(parts: list[nn.Module], order: list[nn.Module], inputs: list[torch.Tensor]) -> bool:
+    """Whether each part was called once, one after the other, on one and the same tensor."""
+    if any(order.count(part) != 1 for part in parts):
+        return False
+    start = order.index(parts[0])
+    stop = start + len(parts)
+    return order[start:stop] == parts and all(x is inputs[start] for x in inputs[start:stop])
 
 
 def _join(parameters: list[nn.Parameter]) -> torch.Tensor:
