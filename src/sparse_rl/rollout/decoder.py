@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import time
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -27,6 +26,9 @@ from sparse_rl.rollout.rows import ADVANCE, ENTRIES, INDEX, KEY, POSITION, TOKEN
 from sparse_rl.rollout.sampler import Sampling
 
 logger = logging.getLogger(__name__)
+
+WARM_UPS = 2  # steps before a capture: the first compiles
+MAX_VARIANTS = 64  # of compiled code, which torch would end at 8: layers may be of several kinds
 
 
 class Decoder:
@@ -144,8 +146,7 @@ class Decoder:
         graph = torch.cuda.CUDAGraph()
         with self._compiled():
             with torch.cuda.stream(stream):
-                self.step(batch)
-                with waiting_is_an_error():  # which is easier to get over here than in the middle of a capture
+                for _ in range(WARM_UPS):
                     self.step(batch)
             torch.cuda.current_stream().wait_stream(stream)
             with torch.cuda.graph(graph, pool=self.memory, stream=stream, capture_error_mode="thread_local"):
@@ -162,28 +163,15 @@ class Decoder:
             yield
             return
         keep_out_of_compiled_code()
-        parts = compiled_parts(self.model)
-        for part in parts:
+        before = {part: part._compiled_call_impl for part in compiled_parts(self.model)}
+        for part in before:
             part._compiled_call_impl = torch.compile(part._call_impl, dynamic=True)
         try:
-            with fused(self.groups):
+            with fused(self.groups), torch._dynamo.config.patch(recompile_limit=MAX_VARIANTS):
                 yield
         finally:
-            for part in parts:
-                part._compiled_call_impl = None
-
-
-@contextmanager
-def waiting_is_an_error() -> Iterator[None]:
-    """Raise where the host would wait for the device."""
-    mode = torch.cuda.get_sync_debug_mode()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch calls its own switch a prototype
-        torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode(mode)
+            for part, own in before.items():
+                part._compiled_call_impl = own
 
 
 def batch_sizes(num_rows: int) -> list[int]:
