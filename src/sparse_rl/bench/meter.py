@@ -27,7 +27,7 @@ class _Enough(Exception):
 @dataclass(frozen=True, slots=True)
 class Mark:
     seconds: float
-    steps: float  # decoded, tokens on their way to the host included
+    steps: int  # decoded, tokens on their way to the host included
     tokens: int  # that have reached the host
     held: int
 
@@ -88,8 +88,7 @@ class Meter:
 
     def _mark(self, progress: Progress) -> Mark:
         synchronize(self.device)
-        steps = getattr(progress, "num_steps", progress.num_tokens / self.rows)
-        return Mark(time.perf_counter(), steps, progress.num_tokens, progress.held_so_far)
+        return Mark(time.perf_counter(), progress.num_steps, progress.num_tokens, progress.held_so_far)
 
     @property
     def closed(self) -> bool:
@@ -107,7 +106,7 @@ class Meter:
         return second.seconds - first.seconds
 
     @property
-    def steps(self) -> float:
+    def steps(self) -> int:
         first, second = self.marks
         return second.steps - first.steps
 
