@@ -300,3 +300,36 @@ def test_the_tail_searched_covers_the_longest_stop_string(stop, tiny):
 def test_one_string_is_not_a_list_of_prompts(tiny):
     with pytest.raises(ValueError, match="give a list"):
         engine(tiny()).generate("Once")
+
+
+def test_inference_mode_leaves_nothing_behind(tiny, prompts):
+    loaded = tiny(seed=3)
+    sampler = engine(loaded, RKV(budget=16, interval=8))
+    sampling = Sampling(max_tokens=30, stop_ids=())
+    with torch.inference_mode():
+        expected = sampler.generate(prompts(5, 9), sampling)
+    got = sampler.generate(prompts(5, 9), sampling)
+    assert [r.token_ids.tolist() for r in got] == [r.token_ids.tolist() for r in expected]
+    loaded.model(torch.tensor([[1, 2, 3]], device=loaded.model.device)).logits.sum().backward()
+    loaded.model.zero_grad()
+
+
+def test_an_engine_does_one_call_at_a_time(tiny, prompts):
+    sampler = engine(tiny())
+    with pytest.raises(RuntimeError, match="in the middle of a call"):
+        sampler.generate(prompts(5), Sampling(max_tokens=5), on_step=lambda p: sampler.generate(prompts(3)))
+    assert len(sampler.generate(prompts(5), Sampling(max_tokens=5))) == 1
+
+
+def test_released_memory_comes_back_when_asked_for_or_needed(tiny, prompts):
+    sampler = engine(tiny(), Full())
+    sampling = Sampling(max_tokens=20, stop_ids=())
+    expected = [r.token_ids.tolist() for r in sampler.generate(prompts(5, 9), sampling)]
+    pages = sampler.cache.k.shape[1]
+    for resume in (True, False):
+        sampler.release()
+        assert sampler.cache.k.numel() == sampler.cache.v.numel() == sampler.cache.positions.numel() == 0
+        if resume:
+            sampler.resume()
+            assert sampler.cache.k.shape[1] == pages
+        assert [r.token_ids.tolist() for r in sampler.generate(prompts(5, 9), sampling)] == expected

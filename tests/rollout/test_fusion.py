@@ -98,6 +98,20 @@ def test_projections_that_differ_or_are_called_otherwise_are_left_alone():
     assert left == [(0, "q_proj"), (1, "gate_proj"), (2, "gate_proj"), (3, "q_proj")]
 
 
+def test_projections_that_someone_listens_to_are_left_alone():
+    model = tiny_model("llama")
+    model.model.layers[0].self_attn.v_proj.register_forward_hook(lambda *given: None)
+    model.model.layers[1].mlp.gate_proj.register_forward_pre_hook(lambda *given: None)
+    assert len(find_groups(model)) == 2 * model.config.num_hidden_layers - 2
+
+
+def test_a_product_is_not_kept():
+    model = tiny_model("llama")
+    with fused(find_groups(model)):
+        model(IDS)
+        assert model.model.layers[0].mlp.up_proj.product.value is None
+
+
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
 def test_layers_are_compiled_once_with_one_product_a_group(family):
     """The same few graphs for all layers and any number of rows; q, k, v and o, gate, up and down are four products."""

@@ -179,6 +179,7 @@ def test_releasing_the_pool_between_rollouts_changes_nothing(policy, wide):
     assert capture_frac <= 0.02
 
 
+@pytest.mark.compiled
 def test_moved_parameters_are_noticed(prompts):
     model = tiny_model("llama", device="cuda")
     loaded = LoadedModel(model=model, tokenizer=tiny_tokenizer(), shape=dry_run(model))
@@ -233,10 +234,16 @@ def test_a_model_that_cannot_be_captured_decodes_eagerly(tiny, prompts, monkeypa
         return out
 
     monkeypatch.setattr(loaded.model, "forward", synchronising)
-    engine = Engine(loaded, policy, EngineConfig(rows=4, compile=False))
+    engine = Engine(loaded, policy, EngineConfig(rows=4))
     got = engine.generate(prompts(5, 9), Sampling(max_tokens=20, n=2))
     assert "cannot be captured" in caplog.text and not next(iter(engine.decoders.values())).graphs
     same_up_to_rounding(got, expected, atol=1e-4)
+    assert torch.cuda.current_stream() == torch.cuda.default_stream()
+    monkeypatch.undo()  # and others can be
+    again = Engine(loaded, policy, EngineConfig(rows=4))
+    same_up_to_rounding(again.generate(prompts(5, 9), Sampling(max_tokens=20, n=2)), expected, atol=1e-4)
+    assert next(iter(again.decoders.values())).graphs
+    torch.randn(3, device="cuda")
 
 
 def test_a_pool_is_sized_from_what_is_free_less_a_reserve(tiny, prompts, monkeypatch):

@@ -239,7 +239,11 @@ def _split(bench: Bench, step_ms: float) -> dict[str, float]:
         on_close=profiler.stop,
     )
     prompts = [replace(prompt, max_tokens=config.output) for prompt in bench.prompts]
-    run(bench.engine, prompts, bench.sampling, meter)
+    try:
+        run(bench.engine, prompts, bench.sampling, meter)
+    finally:
+        if meter.first is not None and not meter.closed:
+            profiler.stop()  # or rivals would be measured with it
     if not meter.closed:
         return {"total": step_ms}
     split = {name: 1e3 * seconds / meter.steps for name, seconds in profiler.seconds().items()}

@@ -16,6 +16,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from sparse_rl.kernels.backend import use_triton
 
+CHUNK = 16  # entries of a page that are summed up together
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerPool:
@@ -42,13 +44,18 @@ def write_entries(
     q_BHD: torch.Tensor | None = None,
     ring_RWHD: torch.Tensor | None = None,
     rows_B: torch.Tensor | None = None,  # whose ring
+    sums_PKCD: torch.Tensor | None = None,  # fp32, one for each CHUNK entries of a page
 ) -> None:
-    """Store each row's new key, value and position, and its query in slot `position % W` of its ring, if it has one."""
+    """Store each row's new key, value and position, and its query in slot `position % W` of its ring, if it has one.
+
+    With `sums`, the key is added to the sum of its chunk of the page, which starts anew with the chunk's first entry.
+    """
     if use_triton(k_BKD):
         from sparse_rl.kernels.decode_triton import write_entries_triton as write
     else:
         write = write_entries_ref
-    write(pool, k_BKD, v_BKD, pages_BN, lengths_B, positions_B, q_BHD=q_BHD, ring_RWHD=ring_RWHD, rows_B=rows_B)
+    more = {"q_BHD": q_BHD, "ring_RWHD": ring_RWHD, "rows_B": rows_B, "sums_PKCD": sums_PKCD}
+    write(pool, k_BKD, v_BKD, pages_BN, lengths_B, positions_B, **more)
 
 
 def write_entries_ref(
@@ -62,6 +69,7 @@ def write_entries_ref(
     q_BHD: torch.Tensor | None = None,
     ring_RWHD: torch.Tensor | None = None,
     rows_B: torch.Tensor | None = None,
+    sums_PKCD: torch.Tensor | None = None,
 ) -> None:
     page_size = pool.k_PKSD.shape[2]
     slots_B = lengths_B - 1
@@ -70,6 +78,10 @@ def write_entries_ref(
     pool.k_PKSD[page_B, :, offset_B] = k_BKD
     pool.v_PKSD[page_B, :, offset_B] = v_BKD
     pool.positions_PKS[page_B, :, offset_B] = positions_B.int()[:, None]
+    if sums_PKCD is not None:
+        chunk_B = offset_B // CHUNK
+        before = sums_PKCD[page_B, :, chunk_B] * (offset_B % CHUNK > 0)[:, None, None]
+        sums_PKCD[page_B, :, chunk_B] = before + k_BKD.to(sums_PKCD.dtype)
     if ring_RWHD is not None and rows_B is not None and q_BHD is not None:
         ring_RWHD[rows_B, positions_B % ring_RWHD.shape[1]] = q_BHD
 

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sparse_rl.kernels.decode import LayerPool
+from sparse_rl.kernels.decode import CHUNK, LayerPool
 
 LOG2_E = 1.4426950408889634
 PROGRAMS_PER_SM = 4  # as many as it takes to keep the memory busy
@@ -32,8 +32,10 @@ def write_entries_triton(
     q_BHD: torch.Tensor | None = None,
     ring_RWHD: torch.Tensor | None = None,
     rows_B: torch.Tensor | None = None,
+    sums_PKCD: torch.Tensor | None = None,
 ) -> None:
     batch, num_kv_heads, dim = k_BKD.shape
+    assert k_BKD.stride(2) == v_BKD.stride(2) == pages_BN.stride(-1) == 1
     remember = q_BHD is not None and ring_RWHD is not None and rows_B is not None
     q = q_BHD if q_BHD is not None else k_BKD
     _write_entries[(batch, num_kv_heads)](
@@ -45,6 +47,7 @@ def write_entries_triton(
         v_BKD,
         q,
         ring_RWHD if ring_RWHD is not None else k_BKD,
+        sums_PKCD if sums_PKCD is not None else k_BKD,
         pages_BN,
         lengths_B,
         positions_B,
@@ -63,6 +66,7 @@ def write_entries_triton(
         GROUP=q.shape[1] // num_kv_heads,
         BLOCK_G=triton.next_power_of_2(q.shape[1] // num_kv_heads),
         RING=ring_RWHD.shape[1] if remember and ring_RWHD is not None else 0,
+        CHUNK=CHUNK if sums_PKCD is not None else 0,
         num_warps=2,
     )
 
@@ -77,6 +81,7 @@ def _write_entries(  # type: ignore[no-untyped-def]
     v,
     q,
     ring,
+    sums,
     pages,
     lengths,
     positions,
@@ -95,6 +100,7 @@ def _write_entries(  # type: ignore[no-untyped-def]
     GROUP: tl.constexpr,
     BLOCK_G: tl.constexpr,
     RING: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):
     row = tl.program_id(0)
     head = tl.program_id(1)
@@ -104,15 +110,15 @@ def _write_entries(  # type: ignore[no-untyped-def]
     entry = (page * NUM_KV_HEADS + head) * PAGE + slot % PAGE
     d = tl.arange(0, BLOCK_D)
     inside = d < DIM
-    tl.store(
-        pool_k + tl.load(offsets) + entry * DIM + d, tl.load(k + row * k_row + head * k_head + d, mask=inside), inside
-    )
-    tl.store(
-        pool_v + tl.load(offsets + 1) + entry * DIM + d,
-        tl.load(v + row * v_row + head * v_head + d, mask=inside),
-        inside,
-    )
+    new_k = tl.load(k + row * k_row + head * k_head + d, mask=inside)
+    new_v = tl.load(v + row * v_row + head * v_head + d, mask=inside)
+    tl.store(pool_k + tl.load(offsets) + entry * DIM + d, new_k, inside)
+    tl.store(pool_v + tl.load(offsets + 1) + entry * DIM + d, new_v, inside)
     tl.store(pool_positions + tl.load(offsets + 2) + entry, position.to(tl.int32))
+    if CHUNK > 0:
+        sum_so_far = sums + entry // CHUNK * DIM + d
+        before = tl.where(slot % CHUNK > 0, tl.load(sum_so_far, mask=inside, other=0.0), 0.0)
+        tl.store(sum_so_far, before + new_k.to(tl.float32), inside)
     if RING > 0:
         g = tl.arange(0, BLOCK_G)
         query_heads = head * GROUP + g
@@ -136,6 +142,7 @@ def decode_attention_triton(
 ) -> torch.Tensor:
     batch, num_heads, dim = q_BHD.shape
     num_kv_heads, page_size = pool.k_PKSD.shape[1:3]
+    assert q_BHD.stride(2) == pages_BN.stride(-1) == 1
     longest = max_length or pages_BN.shape[-1] * page_size
     num_splits = splits_of(batch * num_kv_heads, longest, num_sms(q_BHD.device))
     out_BHD = torch.empty(q_BHD.shape, dtype=q_BHD.dtype, device=q_BHD.device)
@@ -144,6 +151,7 @@ def decode_attention_triton(
         statistics = torch.empty((batch, num_heads, num_splits, 2), dtype=torch.float32, device=q_BHD.device)
     else:
         partial, statistics = out_BHD, out_BHD
+    crowded = batch * num_kv_heads * num_splits > PROGRAMS_PER_SM * num_sms(q_BHD.device)
     per_head = pages_BN.ndim == 3
     group = num_heads // num_kv_heads
     _decode_attention[(num_kv_heads, batch, num_splits)](
@@ -168,7 +176,7 @@ def decode_attention_triton(
         DIM=dim,
         BLOCK_D=max(16, triton.next_power_of_2(dim)),
         PAGE=page_size,
-        BLOCK_N=block_of(page_size, dim, batch * num_kv_heads * num_splits > PROGRAMS_PER_SM * num_sms(q_BHD.device)),
+        BLOCK_N=block_of(page_size, dim * q_BHD.itemsize, crowded),
         GROUP=group,
         BLOCK_G=max(16, triton.next_power_of_2(group)),
         NUM_KV_HEADS=num_kv_heads,
@@ -176,7 +184,7 @@ def decode_attention_triton(
         HAS_WINDOW=window is not None,
         PRECISION="ieee" if q_BHD.dtype == torch.float32 else "tf32",
         num_warps=2 if dim <= 128 else 4,
-        num_stages=3,
+        num_stages=3 if q_BHD.itemsize == 2 else 2,
     )
     if num_splits > 1:
         _decode_combine[(batch, num_heads)](
@@ -191,9 +199,9 @@ def decode_attention_triton(
     return out_BHD
 
 
-def block_of(page_size: int, dim: int, crowded: bool) -> int:
+def block_of(page_size: int, row_bytes: int, crowded: bool) -> int:
     """Entries read at a time: a power of two that divides the page, smaller where entries are wide or programs many."""
-    return min(page_size & -page_size, 64 if dim <= 128 and not crowded else 32)
+    return min(page_size & -page_size, 64 if row_bytes <= 256 and not crowded else 32)
 
 
 def splits_of(num_programs: int, longest: int, num_sms: int) -> int:
@@ -293,6 +301,7 @@ def _decode_attention(  # type: ignore[no-untyped-def]
         shrink = tl.exp2(best - new_best)
         weights = tl.exp2(logits - new_best[:, None])
         total = total * shrink + tl.sum(weights, axis=1)
+        v = tl.where(seen[:, None], v, 0.0)  # 0 * nan is nan, and what a slot held before may be anything
         acc = acc * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
         best = new_best
 

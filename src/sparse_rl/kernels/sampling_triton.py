@@ -23,6 +23,7 @@ from sparse_rl.kernels.sampling import Sampled, scale_ref, truncate_ref
 BLOCK = 4096
 WARPS = 8
 SMALLEST_NORMAL = 2.0**-126
+LONGEST_LIST = 64  # of most likely tokens found one by one; beyond, torch sorts
 
 GOLDEN = tl.constexpr(sampling.GOLDEN)
 MIX_1 = tl.constexpr(sampling.MIX_1)
@@ -51,6 +52,12 @@ def sample_triton(
     if top_k is not None or top_p < 1.0:
         logits_BV, inverse = truncate_ref(scale_ref(logits_BV, temperature), top_k, top_p), 1.0
     logits_BV = logits_BV if logits_BV.stride(1) == 1 else logits_BV.contiguous()
+    if num_top > LONGEST_LIST:
+        tokens, logprobs, _, _ = sample_triton(
+            logits_BV, keys_B, index_B, temperature=1 / inverse if temperature else 0.0
+        )
+        top = torch.log_softmax(logits_BV.float() * inverse, dim=-1).topk(num_top, dim=-1)
+        return tokens, logprobs, top.indices, top.values
     batch, size = logits_BV.shape
     num_blocks = triton.cdiv(size, BLOCK)
 

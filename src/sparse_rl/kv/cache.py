@@ -110,7 +110,8 @@ class PagedCache:
     def copy_pages(self, sources: list[int], targets: list[int]) -> None:
         source, target = to_device([sources, targets], self.k.device)
         for pool in (self.k, self.v, self.positions):
-            pool[:, target] = pool[:, source]
+            for layer in pool:  # one at a time, since what is copied is held twice meanwhile
+                layer[target] = layer[source]
 
     def save(self, pages: list[int]) -> Saved:
         """Copy a sequence's pages to host memory."""

@@ -11,7 +11,9 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import lru_cache
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -28,6 +30,7 @@ from sparse_rl.rollout.sampler import Sampling
 logger = logging.getLogger(__name__)
 
 WARM_UPS = 2  # steps before a capture: the first compiles
+KEPT: list[torch.cuda.CUDAGraph] = []  # see `graph_memory`
 MAX_VARIANTS = 64  # of compiled code, which torch would end at 8: layers may be of several kinds
 
 
@@ -55,22 +58,25 @@ class Decoder:
             self.uses_graphs = False
         self.compiles = compiles
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        self.groups: list[Group] = find_groups(model) if self.uses_graphs and compiles else []
+        self.groups: list[Group] = []
         self.addresses: tuple[int, ...] = ()
-        self.memory = torch.cuda.graph_pool_handle() if self.uses_graphs else None
         self.capture_s = 0.0
 
     def prepare(self) -> None:
         """Before a call: forget graphs that point to where parameters or buffers no longer are."""
-        for group in self.groups:
-            group.join()
-        tensors = (*self.model.parameters(), *self.model.buffers(), *self.cache.fixed_tensors(), *self.rows.tensors())
-        addresses = tuple(tensor.data_ptr() for tensor in tensors)
-        if addresses != self.addresses and self.graphs:
-            logger.info("parameters or buffers have moved; decode graphs are captured anew.")
+        if self._addresses() != self.addresses:
+            if self.graphs:
+                logger.info("parameters or buffers have moved; decode graphs are captured anew.")
             self.graphs.clear()
-        self.addresses = addresses
+            self.groups = find_groups(self.model) if self.uses_graphs and self.compiles else []
+            for group in self.groups:
+                group.join()
+            self.addresses = self._addresses()
         self.rows.cursor.zero_()
+
+    def _addresses(self) -> tuple[int, ...]:
+        tensors = (*self.model.parameters(), *self.model.buffers(), *self.cache.fixed_tensors(), *self.rows.tensors())
+        return tuple(tensor.data_ptr() for tensor in tensors)
 
     def batch_of(self, count: int) -> int:
         """The batch that decodes `count` rows: a graph's size, or just as many."""
@@ -79,7 +85,7 @@ class Decoder:
     def run(self, batch: int, steps: int) -> None:
         """Decode the rows in order, `steps` tokens each."""
         if self.uses_graphs and batch not in self.graphs:
-            self._capture(batch)
+            self._capture(batch)  # or find that it cannot be
         for _ in range(steps):
             if self.uses_graphs:
                 self.graphs[batch].replay()
@@ -121,36 +127,49 @@ class Decoder:
 
     def _capture(self, batch: int) -> None:
         """Make the graph of one batch size, on rows that are nobody's."""
-        began = time.perf_counter()
+        began, stream = time.perf_counter(), torch.cuda.current_stream()
         order, cursor = self.rows.order.clone(), self.rows.cursor.clone()
         self.rows.order.fill_(self.rows.num_rows)
-        while self.uses_graphs and batch not in self.graphs:
-            try:
-                self.graphs[batch] = self._captured(batch)
-            except RuntimeError as error:
-                torch.cuda.synchronize()
-                reason = str(error).strip().splitlines()[0]
-                if self.compiles:
-                    logger.warning("the decoder layers cannot be compiled (%s); they run as they are.", reason)
-                    self.compiles = False
-                else:
-                    logger.warning("the decode step cannot be captured as a CUDA graph (%s); it runs eagerly.", reason)
-                    self.uses_graphs = False
-        self.rows.order.copy_(order)
-        self.rows.cursor.copy_(cursor)
-        self.capture_s += time.perf_counter() - began
+        try:
+            self._warm_up(batch)
+            self.graphs[batch] = self._captured(batch)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            torch.cuda.set_stream(stream)  # which a capture that fails leaves switched
+            recover_from_failed_capture(self.rows.device)
+            logger.warning(
+                "the decode step cannot be captured as a CUDA graph (%s); it runs eagerly.", first_line(error)
+            )
+            self.uses_graphs = False
+        finally:
+            self.rows.order.copy_(order)
+            self.rows.cursor.copy_(cursor)
+            self.capture_s += time.perf_counter() - began
 
-    def _captured(self, batch: int) -> torch.cuda.CUDAGraph:
-        stream = torch.cuda.Stream()
+    def _warm_up(self, batch: int) -> None:
+        """Run the step as it will be captured; what cannot be compiled runs as it is."""
+        _, stream = graph_memory(self.rows.device)
         stream.wait_stream(torch.cuda.current_stream())
-        graph = torch.cuda.CUDAGraph()
-        with self._compiled():
-            with torch.cuda.stream(stream):
+        try:
+            with self._compiled(), torch.cuda.stream(stream):
                 for _ in range(WARM_UPS):
                     self.step(batch)
-            torch.cuda.current_stream().wait_stream(stream)
-            with torch.cuda.graph(graph, pool=self.memory, stream=stream, capture_error_mode="thread_local"):
-                self.step(batch)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            if not self.compiles:
+                raise
+            logger.warning("the decoder layers cannot be compiled (%s); they run as they are.", first_line(error))
+            self.compiles = False
+            self._warm_up(batch)
+        torch.cuda.current_stream().wait_stream(stream)
+
+    def _captured(self, batch: int) -> torch.cuda.CUDAGraph:
+        memory, stream = graph_memory(self.rows.device)
+        graph = torch.cuda.CUDAGraph()
+        with self._compiled(), torch.cuda.graph(graph, pool=memory, stream=stream, capture_error_mode="thread_local"):
+            self.step(batch)
         return graph
 
     @contextmanager
@@ -172,6 +191,37 @@ class Decoder:
         finally:
             for part, own in before.items():
                 part._compiled_call_impl = own
+
+
+GraphMemory = tuple[Any, torch.cuda.Stream]
+
+
+@lru_cache
+def graph_memory(device: torch.device) -> GraphMemory:
+    """The memory pool and the stream of all graphs on a device: they never run at once, so they share them.
+
+    A graph of nothing much keeps the pool alive for as long as the process lives: torch will not take one up again
+    that has been without a graph.
+    """
+    pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool, stream=stream):
+        torch.zeros(1, device=device)
+    KEPT.append(graph)
+    return pool, stream
+
+
+def recover_from_failed_capture(device: torch.device) -> None:
+    """Undo what torch leaves behind when a capture fails: allocations would go on to go to the graphs' pool."""
+    pool, _ = graph_memory(device)
+    with suppress(RuntimeError, AttributeError):
+        torch._C._cuda_endAllocateToPool(device.index or 0, pool)
+    graph_memory.cache_clear()
+    torch.cuda.synchronize(device)
+
+
+def first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def batch_sizes(num_rows: int) -> list[int]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -90,7 +91,9 @@ class Engine:
         self.cache: PagedCache | None = None
         self.decoders: dict[tuple[object, ...], Decoder] = {}  # by what of the sampling settings their graphs bake in
         self.stats: EngineStats | None = None
+        self.busy = False
 
+    @torch.inference_mode(False)  # tensors made in that mode could not be written to outside of it
     @torch.no_grad()
     def generate(
         self,
@@ -126,6 +129,24 @@ class Engine:
         ]
         if not sequences:
             return []
+        if self.busy:
+            raise RuntimeError("this engine is in the middle of a call; a callback needs an engine of its own.")
+        self.busy = True
+        try:
+            with _current(self.loaded.shape.device):
+                return self._generate(inputs, sampling, sequences, record_kept, on_step, on_rollout)
+        finally:
+            self.busy = False
+
+    def _generate(
+        self,
+        inputs: list[Prompt],
+        sampling: Sampling,
+        sequences: list[Sequence],
+        record_kept: bool,
+        on_step: Callable[[Progress], None] | None,
+        on_rollout: Callable[[Rollout], None] | None,
+    ) -> list[Rollout]:
         num_pages = self._num_pages(sequences)
         self._check_fits(num_pages, sequences)
         cache = self._cache_of(num_pages)
@@ -146,14 +167,14 @@ class Engine:
         try:
             loop.run()
         except BaseException:
+            scheduler.abort()
             cache.clear()
             raise
         finally:
             for module, training in modes:
                 module.training = training
-            scheduler.abort()
-            pool.check()
-            assert pool.num_used == 0, f"{pool.num_used} pages were not given back"
+        pool.check()
+        assert pool.num_used == 0, f"{pool.num_used} pages were not given back"
         self.stats = EngineStats(
             num_pages=pool.num_pages,
             peak_pages=pool.peak_used,
@@ -173,7 +194,8 @@ class Engine:
     def resume(self) -> None:
         """Take the memory back now rather than in the next call."""
         if self.cache is not None and self.stats is not None:
-            self._cache_of(self.stats.num_pages)
+            with torch.inference_mode(False), _current(self.loaded.shape.device):
+                self._cache_of(self.stats.num_pages)
 
     @property
     def bounded(self) -> bool:
@@ -317,10 +339,17 @@ class Engine:
         return decoder
 
 
+def _current(device: torch.device) -> AbstractContextManager[object]:
+    """Make a GPU the current one, on which kernels are launched and streams made."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
 def free_bytes(device: torch.device) -> int:
-    """Memory that can still be allocated on the device."""
+    """Memory that can still be allocated on the device; what graphs keep to themselves cannot."""
     if device.type == "cuda":
-        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        index = torch.cuda.current_device() if device.index is None else device.index
+        segments = [s for s in torch.cuda.memory_snapshot() if s["device"] == index and s["segment_pool_id"] == (0, 0)]
+        cached = sum(segment["total_size"] - segment["allocated_size"] for segment in segments)
         return torch.cuda.mem_get_info(device)[0] + cached
     try:
         lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())

@@ -39,27 +39,35 @@ class Group:
 
 
 class Product:
-    value: torch.Tensor
+    value: torch.Tensor | None = None
 
 
 class Columns(nn.Module):
-    """A projection as some columns of its group's product, which the first of the group computes."""
+    """A projection as some columns of its group's product, which the first of the group computes and the last drops."""
 
-    def __init__(
-        self, product: Product, start: int, stop: int, whole: tuple[torch.Tensor, torch.Tensor | None] | None
-    ) -> None:
+    def __init__(self, product: Product, start: int, stop: int, *, last: bool) -> None:
         super().__init__()
         self.product = product
         self.columns = (start, stop)
-        self.first = whole is not None
-        if whole is not None:
-            self.register_buffer("weight", whole[0], persistent=False)
-            self.register_buffer("bias", whole[1], persistent=False)
+        self.last = last
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.first:
-            self.product.value = linear(x, self.get_buffer("weight"), self._buffers["bias"])
-        return self.product.value[..., self.columns[0] : self.columns[1]]
+        value = self.product.value
+        assert value is not None
+        if self.last:
+            self.product.value = None
+        return value[..., self.columns[0] : self.columns[1]]
+
+
+class FirstColumns(Columns):
+    def __init__(self, product: Product, stop: int, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        super().__init__(product, 0, stop, last=False)
+        self.register_buffer("weight", weight, persistent=False)
+        self.register_buffer("bias", bias, persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.product.value = linear(x, self.get_buffer("weight"), self._buffers["bias"])
+        return super().forward(x)
 
 
 @torch.no_grad()
@@ -90,10 +98,12 @@ def fused(groups: list[Group]) -> Iterator[None]:
     originals = [(group, dict(zip(group.names, group.parts, strict=True))) for group in groups]
     try:
         for group, parts in originals:
-            whole, product = group.join(), Product()
-            ends = list(accumulate((part.out_features for part in parts.values()), initial=0))
-            for i, name in enumerate(parts):
-                group.owner._modules[name] = Columns(product, ends[i], ends[i + 1], whole if i == 0 else None)
+            product, (first, *rest) = Product(), parts
+            stop = parts[first].out_features
+            group.owner._modules[first] = FirstColumns(product, stop, *group.join())
+            for name in rest:
+                start, stop = stop, stop + parts[name].out_features
+                group.owner._modules[name] = Columns(product, start, stop, last=name == rest[-1])
         yield
     finally:
         for group, parts in originals:
@@ -101,14 +111,11 @@ def fused(groups: list[Group]) -> Iterator[None]:
 
 
 def _alike(parts: list[Any]) -> bool:
-    """Whether the parts are plain linear layers of one kind and input."""
-    return (
-        all(type(part) is nn.Linear for part in parts)
-        and len(
-            {(p.in_features, p.weight.dtype, p.weight.device, p.bias is None, p.weight.requires_grad) for p in parts}
-        )
-        == 1
-    )
+    """Whether the parts are plain linear layers of one kind and input, and nobody listens to them."""
+    if not all(type(p) is nn.Linear and not (p._forward_hooks or p._forward_pre_hooks) for p in parts):
+        return False
+    kinds = {(p.in_features, p.weight.dtype, p.weight.device, p.bias is None, p.weight.requires_grad) for p in parts}
+    return len(kinds) == 1
 
 
 def _called_together(parts: list[nn.Module], order: list[nn.Module], inputs: list[torch.Tensor]) -> bool:

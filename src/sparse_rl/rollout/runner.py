@@ -22,7 +22,7 @@ from sparse_rl.types import Prompt
 T = TypeVar("T")
 Item = TypeVar("Item", Sequence, HeldPrompt)
 
-COMPRESS_ENTRIES = 1 << 19  # slots of all layers scored at once by the reference kernels, which hold copies of them
+COMPRESS_ENTRIES = 1 << 19  # slots of all layers cut at once where copies of them are made, as the references do
 
 
 class Runner:
@@ -144,7 +144,8 @@ class Runner:
 
     def _chunks(self, items: list[Item]) -> list[list[Item]]:
         size = max(1, len(items))
-        if items and not use_triton(self.cache.k):
+        copies = not use_triton(self.cache.k) or getattr(type(self.policy), "cut", None) is not EvictPolicy.cut
+        if items and copies:
             largest = max(item.num_entries for item in items)
             size = max(1, COMPRESS_ENTRIES // (largest * self.cache.shape.num_layers))
         return [items[start : start + size] for start in range(0, len(items), size)]
