@@ -65,7 +65,7 @@ METRICS: dict[str, str] = {
     "train/working_frac": "share of completions with something to learn from: an advantage, or a KL term",
     "kv/saved_frac": "1 - entries held / entries a dense cache would hold, summed over decode steps",
     "kv/peak_frac": "mean peak of entries held, over what a dense cache would peak at",
-    "kv/peak_bytes": "most bytes of KV pages and query rings in use at once",
+    "kv/peak_bytes": "most bytes of KV pages in use at once, with the query rings, page tables and state of the rows",
     "rollout/tokens_per_s": "sampled tokens over the time of the rollout",
     "rollout/preemptions": "sequences put back for lack of pages",
     "eval/{CACHE}/reward": "on held-out prompts, mean over prompts",

@@ -122,7 +122,7 @@ def test_the_command_prints_and_merges_by_label(tmp_path, capsys, monkeypatch):
     sparse = ["--kv.policy", "rkv", "--kv.budget", "16", "--kv.interval", "8"]
     more = ["--against", "generate,vllm", "--generate-tokens", "10", "--result", str(file)]
     code, out, err = bench(*small, *sparse, *more, capsys=capsys)
-    assert code == 0 and "vLLM is not installed" in err and "tok/s end to end (192 tokens" in out
+    assert code == 0 and "vllm      no figure: vLLM is not installed" in out and "tok/s end to end (192 tokens" in out
     assert "outputs of at most 10 tokens" in out and "roofline  needs" in out and "saved" in out
     (record,) = json.loads(file.read_text())
     assert record["label"] == "tiny, cpu, float32, rkv, 16+8, 4 rows, 8+24, standard"
@@ -137,6 +137,40 @@ def test_the_command_prints_and_merges_by_label(tmp_path, capsys, monkeypatch):
     bench(*small, *sparse, "--result", str(file), capsys=capsys)
     again, dense = json.loads(file.read_text())
     assert again["label"] == record["label"] and again["results"]["against"] == {} and dense["label"] == "dense"
+
+
+def test_a_rival_that_fails_costs_nothing_but_its_own_figure(tmp_path, monkeypatch, capsys):
+    def fail(*given):
+        raise RuntimeError("CUDA out of memory\nand so on")
+
+    monkeypatch.setattr("sparse_rl.bench.rollout.time_generate", fail)
+    file = tmp_path / "speed.json"
+    small = ["rollout", "--device", "cpu", "--rows", "2", "--prompt", "8", "--output", "6", "--result", str(file)]
+    code, out, _ = bench(*small, "--against", "generate", capsys=capsys)
+    assert code == 0 and "tok/s end to end (24 tokens" in out and "generate  no figure: CUDA out of memory\n" in out
+    (record,) = json.loads(file.read_text())
+    assert record["results"]["against"] == {"generate": {"error": "CUDA out of memory"}}
+
+
+@pytest.mark.parametrize("settings", [["--rows", "1"], ["--rows", "2", "--n", "4"], ["--kv.budget", "6"]])
+def test_every_work_is_warmed_up_and_has_a_floor(settings, tmp_path, capsys):
+    """One row, groups wider than the rows, prompts that are cut at once."""
+    file = tmp_path / "speed.json"
+    small = ["rollout", "--device", "cpu", "--rows", "2", "--prompt", "8", "--output", "20", "--result", str(file)]
+    code, _, err = bench(
+        *small, "--kv.policy", "streaming", "--kv.budget", "12", "--kv.interval", "4", *settings, capsys=capsys
+    )
+    assert code == 0, err
+    (record,) = json.loads(file.read_text())
+    assert 0 <= record["results"]["xi_floor"]["mean"] < 1e-4 and record["results"]["xi_floor"]["tokens"] > 0
+
+
+def test_an_interval_of_one_can_be_cut(tmp_path, capsys):
+    more = ["--kv.policy", "streaming", "--kv.budget", "8", "--kv.interval", "1", "--max-steps", "20"]
+    code, out, err = bench(
+        "rollout", "--device", "cpu", "--rows", "4", "--output", "32", "--prompt", "8", *more, capsys=capsys
+    )
+    assert code == 0 and "cut: 19 steps from step 1 on" in out, err
 
 
 def test_merge_keeps_what_has_another_label(tmp_path):

@@ -231,6 +231,27 @@ def test_preemption_happens_and_groups_prefill_once():
     assert set(runner.num_prefills.values()) == {1}
 
 
+def test_rows_that_end_are_refilled_a_few_at_a_time():
+    pool = PagePool(1000, 4)
+    sequences = [Sequence(request=i, prompt_idx=i, prompt_len=4, max_tokens=9) for i in range(200)]
+    scheduler = Scheduler(pool, Full(), sequences, num_rows=96, max_prefill_tokens=1000)
+    assert scheduler.refills
+    scheduler.prefill()
+    scheduler.start()
+    assert len(scheduler.running) == 96
+    for sequence in sequences[:2]:
+        scheduler.finish(sequence)
+    assert not scheduler.refills, "three of 96 are worth a prefill, two are not"
+    scheduler.finish(sequences[2])
+    assert scheduler.refills
+    while len(scheduler.waiting) > 1:
+        scheduler.waiting.pop()
+    scheduler.prefill()
+    scheduler.start()
+    scheduler.waiting.append(sequences[199])
+    assert scheduler.refills, "the last one need not wait for company"
+
+
 def test_sharing_saves_pages():
     """Eight samples of a 40-token prompt hold its ten pages once, not eight times."""
     common = {"n": 8, "max_tokens": 4, "rows": 8, "page_size": 4, "max_prefill_tokens": 1000, "fail_at": None}

@@ -321,6 +321,33 @@ def test_an_engine_does_one_call_at_a_time(tiny, prompts):
     assert len(sampler.generate(prompts(5), Sampling(max_tokens=5))) == 1
 
 
+@pytest.mark.parametrize("method", ["release", "resume"])
+def test_memory_is_not_taken_from_a_call_that_runs(method, tiny, prompts):
+    sampler = engine(tiny())
+    with pytest.raises(RuntimeError, match="in the middle of a call"):
+        sampler.generate(prompts(5), Sampling(max_tokens=5), on_step=lambda progress: getattr(sampler, method)())
+
+
+def test_a_bounded_pool_is_kept_from_call_to_call(tiny, prompts):
+    """Whatever their size: ReMax, say, samples many and then one of each prompt."""
+    sampler = engine(tiny(), RKV(budget=16, interval=8), rows=8)
+    pools = []
+    for n in (8, 1, 8, 1):
+        sampler.generate(prompts(5), Sampling(max_tokens=30, n=n, stop_ids=()))
+        pools.append((sampler.cache.k.data_ptr(), sampler.stats.num_pages))
+    assert len(set(pools)) == 1
+
+
+def test_few_ways_to_sample_are_kept_ready(tiny, prompts):
+    sampler = engine(tiny())
+    for temperature in (1.0, 0.9, 0.8, 0.7, 1.0, 0.6):
+        sampler.generate(prompts(5), Sampling(max_tokens=3, temperature=temperature))
+    assert [baked[0] for baked in sampler.decoders] == [0.8, 0.7, 1.0, 0.6]
+    decoder = sampler.decoders[1.0, 1.0, None, 0]
+    sampler.generate(prompts(5), Sampling(max_tokens=3))
+    assert sampler.decoders[1.0, 1.0, None, 0] is decoder
+
+
 def test_released_memory_comes_back_when_asked_for_or_needed(tiny, prompts):
     sampler = engine(tiny(), Full())
     sampling = Sampling(max_tokens=20, stop_ids=())

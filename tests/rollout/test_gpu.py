@@ -104,7 +104,7 @@ def test_dense_decoding_is_as_close_to_the_dense_forward_as_the_modules_own(wide
     dense = score(wide.model, rollouts)
     ours = torch.cat([(d.dense_logprobs - r.sampler_logprobs).abs() for d, r in zip(dense, rollouts, strict=True)])
 
-    ids = torch.stack([torch.cat([torch.tensor(prompt), r.token_ids]) for r in rollouts]).cuda()
+    ids = torch.stack([torch.cat([torch.tensor(prompt), r.token_ids]) for r in rollouts]).to(wide.model.device)
     wide.model.set_attn_implementation("sdpa")
     try:
         with torch.no_grad():

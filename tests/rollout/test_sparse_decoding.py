@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from replay import firing_times, replay_logprobs, rollout_visibility, visible_positions
@@ -183,6 +185,17 @@ def test_entries_a_window_layer_can_still_see_are_live(tiny, prompts, monkeypatc
         for row in (2 * layer_idx, 2 * layer_idx + 1):
             expected = list(range(60 - window + 1 if window else 0, 60))
             assert positions[row, 0][live[row, 0]].tolist() == expected
+
+
+@pytest.mark.parametrize(("order", "chunks"), [("position", 1), ("score", 4)])
+def test_kernels_that_copy_nothing_compress_all_rows_at_once(order, chunks, tiny, monkeypatch):
+    policy = RKV(budget=16, interval=8, order=order)
+    monkeypatch.setattr(runner, "use_triton", lambda x: True)
+    monkeypatch.setattr(runner, "COMPRESS_ENTRIES", 2 * 4 * 24)
+    cache = SimpleNamespace(k=None, shape=SimpleNamespace(num_layers=4))
+    few = SimpleNamespace(policy=policy, cache=cache)
+    items = [SimpleNamespace(num_entries=24) for _ in range(8)]
+    assert len(runner.Runner._chunks(few, items)) == chunks
 
 
 def test_many_rows_are_compressed_in_chunks(tiny, prompts, monkeypatch):

@@ -203,6 +203,15 @@ def test_more_updates_than_prompts_are_refused_before_anything_runs(tmp_path):
         small_trainer(tmp_path / "run", parts={"update": UpdateConfig(updates_per_rollout=3)})
 
 
+def test_evaluations_share_their_engines(tmp_path):
+    trainer = small_trainer(tmp_path / "run", steps=1)
+    trainer._evaluate()
+    engines = dict(trainer.eval_engines)
+    trainer._evaluate()
+    assert engines == trainer.eval_engines and set(engines) == {"dense", "sparse"}
+    assert all(engine.cache.k.numel() == 0 for engine in engines.values()), "which hold no pool in between"
+
+
 @pytest.mark.parametrize(("policy", "kept"), [(None, True), (Full(), False)], ids=["bounded", "full"])
 def test_pools_that_grow_with_the_answers_are_freed_while_it_learns(tmp_path, monkeypatch, policy, kept):
     trainer = small_trainer(tmp_path / "run", steps=1, parts={"kv": policy} if policy else {})

@@ -21,7 +21,7 @@ Timed = dict[str, Any]
 
 
 @torch.no_grad()
-def time_generate(config: BenchConfig, dtype: torch.dtype, prompts: list[Prompt]) -> Timed | None:
+def time_generate(config: BenchConfig, dtype: torch.dtype, prompts: list[Prompt]) -> Timed:
     """Batches of `rows`, each until its longest output is done; only wanted tokens count.
 
     Batches of the standard work are all alike, so one is run.
@@ -58,10 +58,12 @@ def time_generate(config: BenchConfig, dtype: torch.dtype, prompts: list[Prompt]
     return {"tokens_per_s": tokens / seconds, "tokens": tokens, "seconds": seconds, "note": note}
 
 
-def time_vllm(config: BenchConfig, dtype: torch.dtype, prompts: list[Prompt]) -> Timed | None:
+def time_vllm(config: BenchConfig, dtype: torch.dtype, prompts: list[Prompt]) -> Timed:
     """All requests at once, at most `rows` in flight, prompts in its prefix cache before the clock starts."""
     if importlib.util.find_spec("vllm") is None:
-        return None
+        raise RuntimeError("vLLM is not installed")
+    if torch.device(config.device or "cpu").type != "cuda":
+        raise RuntimeError("vLLM is measured on a GPU")
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # a process of its own would be timed with its pipe
     vllm = importlib.import_module("vllm")
     free, total = torch.cuda.mem_get_info(torch.device(config.device or "cuda"))

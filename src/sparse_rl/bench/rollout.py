@@ -28,7 +28,7 @@ from sparse_rl.bench.work import (
     profile_window,
     steps_to_fill,
 )
-from sparse_rl.kv import EvictPolicy, KVPolicy
+from sparse_rl.kv import EvictPolicy, Full, KVPolicy
 from sparse_rl.model.load import LoadedModel
 from sparse_rl.model.shapes import random_model, shape_config
 from sparse_rl.rollout import Engine, EngineConfig, Progress, Sampling
@@ -95,11 +95,6 @@ def measure(
     results = _engine_results(
         Bench(config=config, policy=policy, loaded=loaded, engine=engine, prompts=prompts, say=say, show=show)
     )
-    del loaded, engine  # the others need the memory
-    gc.collect()
-    if torch.device(config.device).type == "cuda":
-        torch.cuda.empty_cache()
-    results["against"] = _against(config, dtype, prompts, say, results["tokens_per_s"])
     return results
 
 
@@ -142,23 +137,27 @@ def _engine_results(bench: Bench) -> dict[str, Any]:
 def warm_up(bench: Bench) -> tuple[float, dict[str, float] | None]:
     """Run once whatever compiles or captures: prefill, full rows, a compression, ever fewer rows; and xi's floor.
 
-    The pool is that of the measured run, since the first prompt keeps its length and is left unfinished.
+    The pool is that of the measured run, since the last prompt keeps its length and is left unfinished.
     """
     config = bench.config
     synchronize(bench.device)
     began = time.perf_counter()
-    num_prompts = -(-config.rows // config.n)
+    num_prompts = max(2, -(-config.rows // config.n))
     fill = steps_to_fill(bench.policy, config.prompt)
     steps = fill + WARM_TOKENS + num_prompts.bit_length()
     short = [
         replace(prompt, max_tokens=max(1, min(steps - i.bit_length(), config.output)) if i else config.output)
-        for i, prompt in enumerate(bench.prompts[:num_prompts])
+        for i, prompt in enumerate((bench.prompts * 2)[:num_prompts])
     ]
-    finished = run_until(bench.engine, short, bench.sampling, unfinished=config.n)
+    finished = run_until(bench.engine, short[::-1], bench.sampling, unfinished=config.n)[:FLOOR_ROLLOUTS]
     synchronize(bench.device)
     seconds = time.perf_counter() - began
-    compressed = isinstance(bench.policy, EvictPolicy) and config.prompt > bench.policy.target(config.prompt)
-    return seconds, None if compressed else xi_floor(bench.loaded, finished[:FLOOR_ROLLOUTS], fill or steps)
+    if isinstance(bench.policy, EvictPolicy) and config.prompt > bench.policy.target(config.prompt):
+        # Nothing of these is dense: a few tokens with a dense cache instead.
+        dense = Engine(bench.loaded, Full(), replace(bench.engine.config, rows=FLOOR_ROLLOUTS))
+        few = [replace(prompt, max_tokens=WARM_TOKENS) for prompt in bench.prompts[:FLOOR_ROLLOUTS]]
+        finished, fill = dense.generate(few, replace(bench.sampling, n=1)), 0
+    return seconds, xi_floor(bench.loaded, finished, fill or steps)
 
 
 def xi_floor(loaded: LoadedModel, rollouts: list[Rollout], dense_tokens: int) -> dict[str, float] | None:
@@ -250,17 +249,22 @@ def _split(bench: Bench, step_ms: float) -> dict[str, float]:
     return {**split, "host": max(0.0, step_ms - sum(split.values())), "total": step_ms}
 
 
-def _against(
-    config: BenchConfig, dtype: torch.dtype, prompts: list[Prompt], say: Callable[[str], None], tokens_per_s: float
+def measure_rivals(
+    config: BenchConfig, dtype: torch.dtype, tokens_per_s: float, *, say: Callable[[str], None]
 ) -> dict[str, Any]:
-    """What each rival makes of the same work, and how many times faster the engine was."""
+    """What each rival makes of the same work, and how many times faster the engine was; or why there is no figure."""
     times = {"generate": time_generate, "vllm": time_vllm}
+    prompts = make_prompts(config, shape_config(config.shape).vocab_size)
     found: dict[str, Any] = {}
     for name in config.rivals:
+        gc.collect()
+        if torch.device(config.device or "cpu").type == "cuda":
+            torch.cuda.empty_cache()
         say(f"the same work by {name}")
-        timed = times[name](config, dtype, prompts)
-        if timed is None:
-            say("vLLM is not installed")
+        try:
+            timed = times[name](config, dtype, prompts)
+        except Exception as error:  # whatever a rival does, our own figure stands
+            found[name] = {"error": (str(error).strip() or type(error).__name__).splitlines()[0]}
             continue
         found[name] = {**timed, "ratio": tokens_per_s / timed["tokens_per_s"]}
     return found

@@ -18,6 +18,7 @@ from sparse_rl.types import Prompt
 
 WORKS = {"standard": 2, "lognormal": 4}  # requests a row
 RIVALS = ("generate", "vllm")
+MAX_ROWS = 1 << 16
 SIGMA = 0.6
 BEFORE_THE_END = 0.95  # of an output: a window ends before the first row does
 
@@ -64,6 +65,10 @@ class BenchConfig:
             given = getattr(self, field)
             if given is not None and given < 1:
                 raise ValueError(f"--{field.replace('_', '-')} is {given}; it must be at least 1.")
+        if self.seed < 0:
+            raise ValueError(f"--seed is {self.seed}; it must be at least 0.")
+        if self.rows > MAX_ROWS:
+            raise ValueError(f"--rows is {self.rows}; at most {MAX_ROWS} make sense.")
         if self.work not in WORKS:
             raise ValueError(f"--work is {self.work!r}; choose one of {', '.join(WORKS)}.")
         for rival in self.rivals:
@@ -130,7 +135,7 @@ def full_window(config: BenchConfig, policy: KVPolicy, prompts: list[Prompt]) ->
     fill = steps_to_fill(policy, config.prompt)
     last = config.max_steps if config.cut and config.max_steps else int(BEFORE_THE_END * config.output)
     interval = policy.interval if isinstance(policy, EvictPolicy) else 1
-    if interval > 1 and fill + interval <= last:
+    if isinstance(policy, EvictPolicy) and fill + interval <= last:
         return Window(start=fill, steps=(last - fill) // interval * interval)
     if config.cut and isinstance(policy, EvictPolicy):
         raise ValueError(

@@ -33,7 +33,7 @@ def run(arguments: list[str]) -> None:
         given = repr(arguments[0]) if arguments else "nothing"
         raise ValueError(f"bench measures {given}, which it cannot; write `sparse-rl bench rollout ...`.")
     settings = parse(_parser(), arguments[1:])
-    from sparse_rl.bench import BenchConfig, measure
+    from sparse_rl.bench import BenchConfig, measure, measure_rivals
     from sparse_rl.bench.record import merge, provenance, read
     from sparse_rl.config import build_kv, build_section
     from sparse_rl.report.progress import ProgressLine
@@ -58,12 +58,19 @@ def run(arguments: list[str]) -> None:
         "command": shlex.join(["sparse-rl", "bench", *arguments]),
         **provenance(_device(config)),
         "settings": {**asdict(config), "kv": {"policy": policy.name, **asdict(policy)}, "engine": asdict(engine)},
-        "results": results,
+        "results": {**results, "against": {}},
     }
+    results = record["results"]
     record["settings"]["engine"]["rows"] = config.rows
-    print("\n".join(lines(record)))
+    print("\n".join(lines(record)), flush=True)
     if settings.result is not None:
         merge(Path(settings.result), record)
+    if config.rivals:
+        with ProgressLine() as line:
+            results["against"] = measure_rivals(config, dtype, results["tokens_per_s"], say=say)
+        print("\n".join(rival_lines(record)))
+        if settings.result is not None:
+            merge(Path(settings.result), record)
 
 
 def _parser() -> ArgumentParser:
@@ -158,9 +165,16 @@ def lines(record: dict[str, Any]) -> list[str]:
             f"{results['late_capture_s']:.1f} s more of that in the run itself",
         )
     )
-    for name, other in results["against"].items():
-        shown.append((name, f"{other['tokens_per_s']:,.0f} tok/s ({other['note']}): ours {other['ratio']:.2f}x"))
     return [f"{name:9} {text}" for name, text in shown]
+
+
+def rival_lines(record: dict[str, Any]) -> list[str]:
+    return [
+        f"{name:9} no figure: {other['error']}"
+        if "error" in other
+        else f"{name:9} {other['tokens_per_s']:,.0f} tok/s ({other['note']}): ours {other['ratio']:.2f}x"
+        for name, other in record["results"]["against"].items()
+    ]
 
 
 def _bytes(count: float) -> str:

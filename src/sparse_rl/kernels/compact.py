@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choose the entries that stay, and move them to the front of their pages, so that the pages behind can be given back.
+"""Choose the entries that stay, and move them to the front of their pages, where the row grows on from.
 
 kept = the `count` greatest of a row's first `length` slots by (protected, importance, slot), in ascending order
 slot t of the row becomes what slot kept_t was

@@ -83,6 +83,11 @@ class EvictPolicy(KVPolicy, ABC):
                 f"window {self.num_queries}); raise kv.budget to {needed} or more, or protect less."
             )
 
+    @property
+    def copies(self) -> bool:
+        """Whether a cut makes copies of all the entries it is given, so that it is better given few at a time."""
+        return False
+
     def target(self, prompt_len: N) -> N:
         """Entries per layer and KV head left after a compression."""
         return self.budget + prompt_len * self.protect_prompt

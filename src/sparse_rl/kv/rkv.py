@@ -44,6 +44,10 @@ class RKV(SnapKV):
             raise ValueError(f'kv.order is {self.order!r}; choose "position" or "score".')
         SnapKV.__post_init__(self)
 
+    @property
+    def copies(self) -> bool:
+        return self.order == "score"
+
     def importance(self, entries: Entries) -> torch.Tensor:
         attention = SnapKV.importance(self, entries)
         repetition = redundancy(entries.k_PKSD, entries.pages_BN, entries.live_BKS, threshold=self.threshold)

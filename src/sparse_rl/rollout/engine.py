@@ -41,8 +41,7 @@ class EngineConfig:
 
     rows: sequences decoded together
     page_size: cache entries a page, a multiple of 16
-    pool_pages: pages in the pool; without it or pool_bytes, enough for all rows, or what is free less a reserve (a
-        tenth of the GPU's memory; on a CPU, half of what is free)
+    pool_pages: pages in the pool; if not given, enough for all rows or what is free less a tenth (on a CPU, half)
     pool_bytes: the same in bytes, keys, values and positions included
     max_prefill_tokens: prompt tokens prefilled in one forward (one longer prompt still goes alone)
     graphs: replay decode steps as CUDA graphs; no effect on a CPU
@@ -129,8 +128,7 @@ class Engine:
         ]
         if not sequences:
             return []
-        if self.busy:
-            raise RuntimeError("this engine is in the middle of a call; a callback needs an engine of its own.")
+        self._check_idle()
         self.busy = True
         try:
             with _current(self.loaded.shape.device):
@@ -188,11 +186,13 @@ class Engine:
 
     def release(self) -> None:
         """Give the pool's memory back; the next call makes a new one, and its graphs stay good."""
+        self._check_idle()
         if self.cache is not None:
             self.cache.release()
 
     def resume(self) -> None:
         """Take the memory back now rather than in the next call."""
+        self._check_idle()
         if self.cache is not None and self.stats is not None:
             with torch.inference_mode(False), _current(self.loaded.shape.device):
                 self._cache_of(self.stats.num_pages)
@@ -208,6 +208,10 @@ class Engine:
         if isinstance(self.kv, EvictPolicy) and not self.kv.protect_prompt:
             return self.kv.trigger(0)
         return None
+
+    def _check_idle(self) -> None:
+        if self.busy:
+            raise RuntimeError("this engine is in the middle of a call; a callback needs an engine of its own.")
 
     @property
     def context(self) -> int:
@@ -256,7 +260,7 @@ class Engine:
             )
 
     def _num_pages(self, sequences: list[Sequence]) -> int:
-        """The pool's size: as given, or enough for all rows, or what half the free memory holds."""
+        """The pool's size: as given, or enough for all rows, or what the free memory holds less a reserve."""
         if self.config.pool_pages is not None:
             return max(self.config.pool_pages, 0)
         if self.config.pool_bytes is not None:
@@ -271,7 +275,8 @@ class Engine:
         else:
             spare = int(HOST_SHARE * free)
         wanted = min(wanted, max(spare // self._page_bytes, largest))
-        return held if wanted <= held <= 2 * wanted else wanted  # a pool that serves is kept
+        served = wanted <= held and (self.bounded or held <= 2 * wanted)
+        return held if served else wanted  # a pool that serves is kept
 
     def _check_fits(self, num_pages: int, sequences: list[Sequence]) -> None:
         worst = max(sequences, key=self._pages_needed)

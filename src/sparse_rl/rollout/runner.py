@@ -144,8 +144,8 @@ class Runner:
 
     def _chunks(self, items: list[Item]) -> list[list[Item]]:
         size = max(1, len(items))
-        copies = not use_triton(self.cache.k) or getattr(type(self.policy), "cut", None) is not EvictPolicy.cut
-        if items and copies:
+        assert isinstance(self.policy, EvictPolicy)
+        if items and (self.policy.copies or not use_triton(self.cache.k)):
             largest = max(item.num_entries for item in items)
             size = max(1, COMPRESS_ENTRIES // (largest * self.cache.shape.num_layers))
         return [items[start : start + size] for start in range(0, len(items), size)]
