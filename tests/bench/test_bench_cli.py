@@ -121,7 +121,7 @@ def test_the_command_prints_and_merges_by_label(tmp_path, capsys, monkeypatch):
     small = ["rollout", "--device", "cpu", "--rows", "4", "--prompt", "8", "--output", "24", "--no-profile"]
     sparse = ["--kv.policy", "rkv", "--kv.budget", "16", "--kv.interval", "8"]
     more = ["--against", "generate,vllm", "--generate-tokens", "10", "--result", str(file)]
-    code, out, err = bench(*small, *sparse, *more, capsys=capsys)
+    code, out, _ = bench(*small, *sparse, *more, capsys=capsys)
     assert code == 0 and "vllm      no figure: vLLM is not installed" in out and "tok/s end to end (192 tokens" in out
     assert "outputs of at most 10 tokens" in out and "roofline  needs" in out and "saved" in out
     (record,) = json.loads(file.read_text())
