@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+from shutil import which
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from safetensors.torch import save_file
 
 from sparse_rl.model.attention import keep_out_of_compiled_code
 from sparse_rl.model.tiny import FAMILIES, tiny_model
-from sparse_rl.rollout.decoder import compiled_parts
+from sparse_rl.rollout.decoder import COMPILER, compiled_parts
 from sparse_rl.rollout.fusion import find_groups, fused
 
 IDS = torch.arange(24).reshape(2, 12)
@@ -137,3 +138,22 @@ def test_layers_are_compiled_once_with_one_product_a_group(family):
     torch.testing.assert_close(logits, expected)
     assert len(set(counts)) == 1 and counts[0] <= 8, "a few graphs, for all layers and any number of rows"
     assert max(products) == 2 and sum(products) in (4, 5), products
+
+
+@pytest.mark.skipif(not (which("g++") or which("clang++")), reason="torch.compile needs a C++ compiler")
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_compiled_layers_round_where_the_module_does(family):
+    """In bf16 the compiler, left to itself, keeps more digits than the module: xi would measure that."""
+    torch._dynamo.reset()
+    model = tiny_model(family, dtype=torch.bfloat16, num_hidden_layers=1)
+    ids = torch.randint(0, 256, (6, 1))
+    expected = model(ids, use_cache=False).logits
+    keep_out_of_compiled_code()
+    parts = compiled_parts(model)
+    with torch.no_grad():
+        for part in parts:
+            part._compiled_call_impl = torch.compile(part._call_impl, dynamic=True, options=COMPILER)
+        got = model(ids, use_cache=False).logits
+    for part in parts:
+        part._compiled_call_impl = None
+    assert torch.equal(got, expected)

@@ -30,6 +30,9 @@ from sparse_rl.rollout.sampler import Sampling
 logger = logging.getLogger(__name__)
 
 WARM_UPS = 2  # steps before a capture: the first compiles
+COMPILER: dict[str, Any] = {
+    "emulate_precision_casts": True
+}  # round where the module rounds: else xi would measure the compiler too
 KEPT: list[torch.cuda.CUDAGraph] = []  # see `graph_memory`
 MAX_VARIANTS = 64  # of compiled code, which torch would end at 8: layers may be of several kinds
 
@@ -184,7 +187,7 @@ class Decoder:
         keep_out_of_compiled_code()
         before = {part: part._compiled_call_impl for part in compiled_parts(self.model)}
         for part in before:
-            part._compiled_call_impl = torch.compile(part._call_impl, dynamic=True)
+            part._compiled_call_impl = torch.compile(part._call_impl, dynamic=True, options=COMPILER)
         try:
             with fused(self.groups), torch._dynamo.config.patch(recompile_limit=MAX_VARIANTS):
                 yield
