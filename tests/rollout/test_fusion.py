@@ -141,11 +141,10 @@ def test_layers_are_compiled_once_with_one_product_a_group(family):
 
 
 @pytest.mark.skipif(not (which("g++") or which("clang++")), reason="torch.compile needs a C++ compiler")
-@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
-def test_compiled_layers_round_where_the_module_does(family):
+def test_compiled_layers_round_where_the_module_does():
     """In bf16 the compiler, left to itself, keeps more digits than the module: xi would measure that."""
     torch._dynamo.reset()
-    model = tiny_model(family, dtype=torch.bfloat16, num_hidden_layers=1)
+    model = tiny_model("qwen3", dtype=torch.bfloat16, num_hidden_layers=1)
     ids = torch.randint(0, 256, (6, 1))
     expected = model(ids, use_cache=False).logits
     keep_out_of_compiled_code()
