@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -12,10 +12,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import sparse_rl
+from sparse_rl.bench.meter import Meter
 from sparse_rl.bench.profile import Kernel, category, split
 from sparse_rl.bench.roofline import Roofline, device_limits, linear_parameters
 from sparse_rl.bench.work import (
     BenchConfig,
+    Window,
     dense_peak_entries,
     full_window,
     make_prompts,
@@ -25,6 +27,7 @@ from sparse_rl.bench.work import (
 )
 from sparse_rl.kv import RKV, Full
 from sparse_rl.model.shapes import SHAPES, random_model, shape_config
+from sparse_rl.rollout import Progress
 
 RKV_512 = RKV(budget=512, interval=128)
 PARAMETERS = {  # as published
@@ -196,3 +199,24 @@ def test_split_goes_by_name_and_by_annotation():
         "compaction": 7_000,
         "pointwise": 11_000,
     }
+
+
+def progress(**given):
+    names = {field.name: 0 for field in fields(Progress)}
+    return Progress(**{**names, **given})
+
+
+def test_the_meter_keeps_the_peak_and_waits_for_full_rows():
+    cpu = torch.device("cpu")
+    meter = Meter(Window(start=99, steps=1), 4, cpu)
+    for pages in (9, 2):
+        meter.step(progress(pages_used=pages))
+    assert meter.peak_pages == 9
+    for exact, opened in ((True, False), (False, True)):
+        meter = Meter(Window(start=0, steps=1), 20, cpu, exact=exact)
+        meter.step(progress(num_rows=19))
+        assert (meter.first is not None) == opened
+
+
+def test_half_precision_limits_are_known():
+    assert device_limits("NVIDIA H200", torch.float16) == device_limits("NVIDIA H200", torch.bfloat16)

@@ -198,3 +198,16 @@ def test_rows_are_split_only_where_programs_are_few():
     assert triton.splits_of(512, 640, 132) == 1
     assert triton.splits_of(8, 100_000, 132) == 32
     assert triton.splits_of(2, 640, 132) == 4, "pieces of at least 128 entries"
+
+
+def test_entries_are_written_where_a_moved_pool_lies(device, seed):
+    triton = pytest.importorskip("sparse_rl.kernels.decode_triton")
+    anchor, pool = (random_pool(n, 2, 16, 64, torch.float32, device) for n in (1, 5))
+    tensors = [(getattr(pool, n), getattr(anchor, n)) for n in ("k_PKSD", "v_PKSD", "positions_PKS")]
+    offsets = [(there.data_ptr() - here.data_ptr()) // here.itemsize for there, here in tensors]
+    k, v = (torch.randn(1, 2, 64, device=device) for _ in range(2))
+    length, pages = torch.tensor([20], device=device), torch.tensor([[1, 3]], device=device)
+    moved = replace(anchor, offsets=torch.tensor(offsets, device=device))
+    triton.write_entries_triton(moved, k, v, pages, length, length)
+    assert torch.equal(pool.k_PKSD[3, :, 3], k[0]) and torch.equal(pool.v_PKSD[3, :, 3], v[0])
+    assert (pool.positions_PKS[3, :, 3] == 20).all()

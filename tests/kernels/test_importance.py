@@ -136,3 +136,14 @@ def test_triton_redundancy_of_few_and_of_equal_entries(device):
     got = redundancy_triton(k, pages, live, threshold=0.5)
     exact = redundancy_ref(k.double(), pages, live, threshold=0.5)
     torch.testing.assert_close(got.double(), exact, atol=1e-6, rtol=1e-5)
+
+
+def test_a_cosine_of_exactly_the_threshold_is_no_duplicate(device):
+    triton = pytest.importorskip("sparse_rl.kernels.importance_triton")
+    k = torch.zeros(1, 1, 16, 16, device=device)
+    k[0, 0, 0, 0] = k[0, 0, 1, 1] = 1.0
+    k[0, 0, 2, :4] = 0.5
+    live = (torch.arange(16, device=device) < 3)[None, None]
+    pages = torch.zeros(1, 1, dtype=torch.int64, device=device)
+    got, expected = (f(k, pages, live, threshold=0.5) for f in (triton.redundancy_triton, redundancy_ref))
+    torch.testing.assert_close(got, expected)

@@ -352,3 +352,24 @@ def test_a_cuda_graph_holds_it(settings, fresh, device):
         graph.replay()
         for got, expected in zip(out, sample(*inputs, temperature=0.8, **settings), strict=True):
             assert expected is None or torch.equal(got, expected)
+
+
+def test_noise_is_precise_where_it_decides(sample_triton, device):
+    """Logits that cancel the noise, and one token two hundred-thousandths ahead."""
+    keys, index = torch.arange(16) * 7919, torch.zeros(16, dtype=torch.int64)
+    logits = (-torch.log1p(-uniform_ref(token_keys_ref(keys, index), 4096).double())).log()
+    logits[:, 100] += 2e-5
+    tokens = sample_triton(logits.float().to(device), keys.to(device), index.to(device), temperature=1.0)[0]
+    assert tokens.tolist() == [100] * 16
+
+
+def test_a_short_list_over_many_blocks(sample_triton, device):
+    """As many of the best as there are blocks with one, and more than there are blocks."""
+    zero = torch.zeros(1, dtype=torch.int64, device=device)
+    spread = torch.zeros(1, 5 * 4096, device=device)
+    spread[0, torch.arange(5) * 4096 + 7] = torch.tensor([10.0, 9.0, 8.0, 7.0, 6.0], device=device)
+    assert sample_triton(spread, zero, zero, temperature=0.0, num_top=3)[2].tolist() == [[7, 4103, 8199]]
+    many = torch.rand(1, 16 * 4096, device=device)
+    many[0, ::4096] = 10.0 + torch.arange(16, device=device)
+    ids = sample_triton(many, zero, zero, temperature=0.0, num_top=20)[2]
+    assert ids.tolist() == many.topk(20, dim=-1).indices.tolist()

@@ -46,6 +46,7 @@ class FakeRunner:
         self.prompt_words: dict[int, list] = {}
         self.drawn: list[list[int]] = []  # tokens of each step
         self.num_calls = 0
+        self.num_decodes = 0
         self.num_prefills: dict[int, int] = {}
 
     def called(self) -> None:
@@ -111,6 +112,9 @@ class FakeRunner:
 
     def decode(self, running, steps) -> None:
         self.called()
+        assert running and steps > 0
+        self.num_decodes += 1
+        assert self.num_decodes < 20_000, "the loop makes no progress"
         self.pool.check()
         assert len({sequence.row for sequence in running}) == len(running)
         for sequence in running:
@@ -215,6 +219,19 @@ policies = st.one_of(
     interval=1,
     lag=0,
 )
+@example(  # a row ends and a preempted sequence comes back before the next fetch: as many rows, others
+    policy=Full(),
+    prompt_lens=[11, 4, 7, 12, 1],
+    n=3,
+    max_tokens=15,
+    rows=5,
+    page_size=2,
+    spare_pages=8,
+    max_prefill_tokens=1000,
+    fail_at=None,
+    interval=8,
+    lag=0,
+)
 @settings(max_examples=300, deadline=None)
 def test_pages_through_whole_runs(**case):
     run(**case)
@@ -299,3 +316,17 @@ def test_preempted_sequences_come_back_oldest_first_and_before_new_ones():
     scheduler.finish(sequences[0])
     scheduler.finish(sequences[1])
     assert [sequence.request for sequence in scheduler.resume()] == [2]
+
+
+def test_several_preempted_sequences_keep_their_order_and_wait_for_a_spare_page():
+    pool = PagePool(6, 4)
+    sequences = [Sequence(request=i, prompt_idx=i, prompt_len=4, max_tokens=20) for i in range(3)]
+    scheduler = Scheduler(pool, Full(), sequences, num_rows=3, max_prefill_tokens=100)
+    scheduler.prefill()
+    scheduler.start()
+    scheduler.make_room(1)
+    for sequence in sequences:
+        sequence.num_entries = 8
+    assert [sequence.request for sequence, _ in scheduler.make_room(5)] == [2, 1]
+    assert [sequence.request for sequence in scheduler.preempted] == [1, 2]
+    assert pool.num_available == 2 and scheduler.resume() == []

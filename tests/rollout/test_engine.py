@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,6 +14,7 @@ from sparse_rl.kv import RKV, Full, SnapKV, Streaming
 from sparse_rl.rollout import Engine, EngineConfig, Sampling
 from sparse_rl.rollout.loop import Loop
 from sparse_rl.rollout.rows import CAPACITY
+from sparse_rl.rollout.sequence import Sequence
 from sparse_rl.types import Prompt
 
 
@@ -360,3 +362,47 @@ def test_released_memory_comes_back_when_asked_for_or_needed(tiny, prompts):
             sampler.resume()
             assert sampler.cache.k.shape[1] == pages
         assert [r.token_ids.tolist() for r in sampler.generate(prompts(5, 9), sampling)] == expected
+
+
+def test_an_end_token_says_more_than_the_string_it_completes(tiny):
+    loop = Loop(tiny(), Sampling(stop=("b",), stop_ids=(98,)), [], [], SimpleNamespace(policy=Full()), None, None, None)
+    sequence = Sequence(request=0, prompt_idx=0, prompt_len=1, max_tokens=9)
+    assert loop.end_of(sequence, np.array([97, 98]), np.array([False, True])) == (2, "stop")
+
+
+def test_more_starts_than_the_output_buffer_holds(tiny, prompts):
+    """Samples of one token never decode, so nothing but starting fills the buffer."""
+    loaded = tiny(dtype=torch.float64)
+    one, many = (
+        engine(loaded, rows=rows).generate([[i] for i in range(100)], Sampling(max_tokens=1, stop_ids=()))
+        for rows in (1, 100)
+    )
+    assert [r.token_ids.tolist() for r in one] == [r.token_ids.tolist() for r in many]
+
+
+def test_a_batch_filled_up_with_nobodys_row_decodes_the_same(tiny, prompts, monkeypatch):
+    def run():
+        sampler = engine(tiny(dtype=torch.float64), RKV(budget=16, interval=8), rows=8)
+        return [r.token_ids.tolist() for r in sampler.generate(prompts(5, 9, 3), Sampling(max_tokens=40, stop_ids=()))]
+
+    expected = run()
+    monkeypatch.setattr("sparse_rl.rollout.decoder.Decoder.batch_of", lambda self, count: self.rows.num_rows)
+    assert run() == expected
+
+
+def test_a_dense_pool_shrinks_with_the_work(tiny, prompts):
+    sampler = engine(tiny(), rows=8)
+    pages = []
+    for n, max_tokens in ((8, 200), (1, 5)):
+        sampler.generate(prompts(5), Sampling(max_tokens=max_tokens, n=n, stop_ids=()))
+        pages.append(sampler.stats.num_pages)
+    assert pages[1] < pages[0] // 2
+
+
+def test_resuming_in_inference_mode_makes_ordinary_memory(tiny, prompts):
+    sampler = engine(tiny())
+    sampler.generate(prompts(5), Sampling(max_tokens=5))
+    sampler.release()
+    with torch.inference_mode():
+        sampler.resume()
+    assert not sampler.cache.k.is_inference()

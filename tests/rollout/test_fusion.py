@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from sparse_rl.model.attention import keep_out_of_compiled_code
 from sparse_rl.model.tiny import FAMILIES, tiny_model
 from sparse_rl.rollout.decoder import COMPILER, compiled_parts
-from sparse_rl.rollout.fusion import find_groups, fused
+from sparse_rl.rollout.fusion import _join, find_groups, fused
 
 IDS = torch.arange(24).reshape(2, 12)
 
@@ -156,3 +156,11 @@ def test_compiled_layers_round_where_the_module_does():
     for part in parts:
         part._compiled_call_impl = None
     assert torch.equal(got, expected)
+
+
+def test_what_lies_together_inside_something_larger_is_found_there():
+    flat = torch.randn(10, 4)
+    parameters = [torch.nn.Parameter(torch.empty(0)) for _ in range(2)]
+    parameters[0].data, parameters[1].data = flat[2:5], flat[5:9]
+    assert torch.equal(_join(parameters), flat[2:9])
+    assert parameters[0].data_ptr() == flat[2].data_ptr()
