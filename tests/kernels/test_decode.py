@@ -185,8 +185,6 @@ def test_a_pool_that_moved_is_found_through_its_offsets(device, seed):
         pool = random_pool(5, 2, 16, 64, torch.float32, device)
         tensors = [(getattr(pool, n), getattr(anchor, n)) for n in ("k_PKSD", "v_PKSD", "positions_PKS")]
         offsets = [(there.data_ptr() - here.data_ptr()) // here.itemsize for there, here in tensors]
-        if any(offset % 16 for offset in offsets):
-            pytest.skip("numpy's memory is not aligned as a GPU's is")
         moved = replace(anchor, offsets=torch.tensor(offsets, device=device))
         expected = triton.decode_attention_triton(q, pool, pages, lengths, positions, scale=0.1)
         got = triton.decode_attention_triton(q, moved, pages, lengths, positions, scale=0.1)

@@ -7,11 +7,12 @@ import importlib.metadata
 import json
 import os
 import platform
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from sparse_rl.train.folder import package_commit
 
 
 def provenance(device: torch.device) -> dict[str, Any]:
@@ -23,7 +24,7 @@ def provenance(device: torch.device) -> dict[str, Any]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return {
-        "commit": os.environ.get("COMMIT") or _commit(),
+        "commit": os.environ.get("COMMIT") or package_commit(),
         "hardware": hardware(device),
         "versions": {"python": platform.python_version(), **versions},
     }
@@ -73,11 +74,3 @@ def _rounded(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _rounded(item) for key, item in value.items()}
     return float(f"{value:.6g}") if isinstance(value, float) else value
-
-
-def _commit() -> str | None:
-    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return None

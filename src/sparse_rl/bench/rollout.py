@@ -32,6 +32,7 @@ from sparse_rl.kv import EvictPolicy, Full, KVPolicy
 from sparse_rl.model.load import LoadedModel
 from sparse_rl.model.shapes import random_model, shape_config
 from sparse_rl.rollout import Engine, EngineConfig, Progress, Sampling
+from sparse_rl.rollout.decoder import first_line
 from sparse_rl.score import score
 from sparse_rl.types import Prompt, Rollout
 
@@ -264,7 +265,7 @@ def measure_rivals(
         try:
             timed = times[name](config, dtype, prompts)
         except Exception as error:  # whatever a rival does, our own figure stands
-            found[name] = {"error": (str(error).strip() or type(error).__name__).splitlines()[0]}
+            found[name] = {"error": first_line(error)}
             continue
         found[name] = {**timed, "ratio": tokens_per_s / timed["tokens_per_s"]}
     return found

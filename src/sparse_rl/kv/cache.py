@@ -163,11 +163,8 @@ class DecodeStep:
         pool = self.cache.layer(layer_idx)
         q_BHD, k_BKD, v_BKD = q_BHTD[:, :, 0], k_BKTD[:, :, 0], v_BKTD[:, :, 0]
         where = (self.pages_BN, self.lengths_B, self.positions_B)
-        if self.cache.num_queries:
-            ring = self.cache.queries[layer_idx]
-            write_entries(pool, k_BKD, v_BKD, *where, q_BHD=q_BHD, ring_RWHD=ring, rows_B=self.rows_B)
-        else:
-            write_entries(pool, k_BKD, v_BKD, *where)
+        ring = self.cache.queries[layer_idx] if self.cache.num_queries else None
+        write_entries(pool, k_BKD, v_BKD, *where, q_BHD=q_BHD, ring_RWHD=ring, rows_B=self.rows_B)
         out = decode_attention(q_BHD, pool, *where, scale=scale, window=window, max_length=self.max_length)
         return out[:, :, None]
 

@@ -38,11 +38,7 @@ def load(name: str, *, dtype: torch.dtype | None = None, device: str | torch.dev
 
     Without a dtype: the checkpoint's own; fp32 for the models that come with the package.
     """
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        first_line = str(error).splitlines()[0]
-        raise ValueError(f"device {str(device)!r} cannot be used here ({first_line}); use cpu.") from error
+    check_device(device)
     if name == "tiny" or name.startswith("tiny:"):
         family = name.partition(":")[2] or "llama"
         model = tiny_model(family, dtype=dtype or torch.float32, device=device)
@@ -56,6 +52,15 @@ def load(name: str, *, dtype: torch.dtype | None = None, device: str | torch.dev
     model.to(device=torch.device(device))  # type: ignore[call-arg]
     model.eval()
     return LoadedModel(model=model, tokenizer=tokenizer, shape=dry_run(model))
+
+
+def check_device(device: str | torch.device) -> None:
+    """Raise with the reason unless tensors can be made on the device."""
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        first_line = str(error).splitlines()[0]
+        raise ValueError(f"device {str(device)!r} cannot be used here ({first_line}); use cpu.") from error
 
 
 def stop_ids(model: PreTrainedModel) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from sparse_rl.model import tiny
 from sparse_rl.model.attention import NAME
 from sparse_rl.model.dry_run import dry_run
-from sparse_rl.model.load import LoadedModel
+from sparse_rl.model.load import LoadedModel, check_device
 
 POSITIONS = 40960
 
@@ -96,11 +96,7 @@ def random_module(
 ) -> PreTrainedModel:
     """The module of a shape, its weights drawn where they stay. Same device and seed, same weights."""
     config = shape_config(name)
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        first_line = str(error).splitlines()[0]
-        raise ValueError(f"device {str(device)!r} cannot be used here ({first_line}); use cpu.") from error
+    check_device(device)
     place = torch.device(device)
     with torch.random.fork_rng(devices=[place] if place.type == "cuda" else []), place:
         torch.manual_seed(seed)

@@ -30,9 +30,8 @@ from sparse_rl.rollout.sampler import Sampling
 logger = logging.getLogger(__name__)
 
 WARM_UPS = 2  # steps before a capture: the first compiles
-COMPILER: dict[str, Any] = {
-    "emulate_precision_casts": True
-}  # round where the module rounds: else xi would measure the compiler too
+# Round where the module rounds: with the digits a compiler keeps by itself, xi would measure the compiler too.
+COMPILER: dict[str, Any] = {"emulate_precision_casts": True}
 KEPT: list[torch.cuda.CUDAGraph] = []  # see `graph_memory`
 MAX_VARIANTS = 64  # of compiled code, which torch would end at 8: layers may be of several kinds
 
@@ -60,6 +59,7 @@ class Decoder:
             logger.warning("%s decodes without CUDA graphs: %s.", type(model).__name__, reason)
             self.uses_graphs = False
         self.compiles = compiles
+        self.sizes = batch_sizes(num_rows)
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self.groups: list[Group] = []
         self.addresses: tuple[int, ...] = ()
@@ -83,7 +83,7 @@ class Decoder:
 
     def batch_of(self, count: int) -> int:
         """The batch that decodes `count` rows: a graph's size, or just as many."""
-        return next(size for size in batch_sizes(self.rows.num_rows) if size >= count) if self.uses_graphs else count
+        return next(size for size in self.sizes if size >= count) if self.uses_graphs else count
 
     def run(self, batch: int, steps: int) -> None:
         """Decode the rows in order, `steps` tokens each."""
@@ -196,11 +196,8 @@ class Decoder:
                 part._compiled_call_impl = own
 
 
-GraphMemory = tuple[Any, torch.cuda.Stream]
-
-
 @lru_cache
-def graph_memory(device: torch.device) -> GraphMemory:
+def graph_memory(device: torch.device) -> tuple[Any, torch.cuda.Stream]:
     """The memory pool and the stream of all graphs on a device: they never run at once, so they share them.
 
     A graph of nothing much keeps the pool alive for as long as the process lives: torch will not take one up again

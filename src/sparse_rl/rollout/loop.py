@@ -136,11 +136,12 @@ class Loop:
 
     def decode(self) -> None:
         scheduler, runner, policy = self.scheduler, self.runner, self.policy
-        if scheduler.short_of_pages(scheduler.horizon(self.interval)):
-            self.drain()  # ends that were not known may give pages, and a preempted sequence must know its tokens
-        if not scheduler.running:
-            return
         steps = scheduler.horizon(self.interval)
+        if scheduler.short_of_pages(steps):
+            self.drain()  # ends that were not known may give pages, and a preempted sequence must know its tokens
+            if not scheduler.running:
+                return
+            steps = scheduler.horizon(self.interval)
         for sequence, pages in scheduler.make_room(steps):
             runner.save(sequence, pages)
         running = list(scheduler.running)

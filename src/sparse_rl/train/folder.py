@@ -78,7 +78,7 @@ def start_record(run: Path, settings: dict[str, Any], loaded: LoadedModel) -> No
         "config": settings,
         "versions": {
             "sparse_rl": sparse_rl.__version__,
-            "commit": _commit(),
+            "commit": package_commit(),
             "torch": torch.__version__,
             "transformers": transformers.__version__,
             "python": platform.python_version(),
@@ -103,7 +103,7 @@ def lock(run: Path) -> IO[str]:
     return file
 
 
-def _commit() -> str | None:
+def package_commit() -> str | None:
     """The package's commit, if it runs from a repository."""
     package = Path(sparse_rl.__file__).parent
     command = ["git", "-C", str(package), "rev-parse", "--short", "HEAD"]
