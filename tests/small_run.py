@@ -9,8 +9,11 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import tempfile
+from pathlib import Path
 
 import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from sparse_rl.evaluate import EvalConfig
 from sparse_rl.kv import RKV
@@ -73,6 +76,17 @@ def small_trainer(folder, *, task=TASK, loaded=None, parts=None, observers=(), *
         observers=observers,
         **(defaults | (parts or {})),
     )
+
+
+def kept(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint's state by its name: masters.NAME, optimizer.NAME.exp_avg, ..."""
+    with tempfile.TemporaryDirectory() as folder:
+        dcp_to_torch_save(checkpoint / "state", f"{folder}/state.pt")
+        state = torch.load(f"{folder}/state.pt", weights_only=True)
+    flat = {f"masters.{name}": value for name, value in state["masters"].items()}
+    for name, values in state.get("optimizer", {}).items():
+        flat |= {f"optimizer.{name}.{key}": value for key, value in values.items()}
+    return flat
 
 
 def watch(point: str, replace=setattr, on_call=lambda count: None) -> list[int]:

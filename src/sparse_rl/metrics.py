@@ -65,7 +65,8 @@ METRICS: dict[str, str] = {
     "train/working_frac": "share of completions with something to learn from: an advantage, or a KL term",
     "kv/saved_frac": "1 - entries held / entries a dense cache would hold, summed over decode steps",
     "kv/peak_frac": "mean peak of entries held, over what a dense cache would peak at",
-    "kv/peak_bytes": "most bytes of KV pages in use at once, with the query rings, page tables and state of the rows",
+    "kv/peak_bytes": "most bytes of KV pages in use at once, with the query rings, page tables and state of the rows; "
+    "the largest of several processes",
     "rollout/tokens_per_s": "sampled tokens over the time of the rollout",
     "rollout/preemptions": "sequences put back for lack of pages",
     "eval/{CACHE}/reward": "on held-out prompts, mean over prompts",
@@ -141,6 +142,16 @@ class RunLog:
         for file in self.files.values():
             with suppress(OSError):  # what a full disk did not take
                 file.close()
+
+
+class NoLog(RunLog):
+    """For a process that writes nothing, since another does."""
+
+    def __init__(self) -> None:
+        self.files = {}
+
+    def write(self, name: str, record: dict[str, Any]) -> None:
+        pass
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:

@@ -62,7 +62,7 @@ def chosen_checkpoint(config: TrainerConfig) -> Path | None:
     return Path(given)
 
 
-def start_record(run: Path, settings: dict[str, Any], loaded: LoadedModel) -> None:
+def start_record(run: Path, settings: dict[str, Any], loaded: LoadedModel, num_processes: int = 1) -> None:
     """run.json: the settings and the machine of the last start, and when the run was first started."""
     path = run / "run.json"
     started = datetime.now(UTC).isoformat(timespec="seconds")
@@ -73,6 +73,7 @@ def start_record(run: Path, settings: dict[str, Any], loaded: LoadedModel) -> No
             logger.warning("%s was damaged; it is written anew.", path)
     device = loaded.model.device
     hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()} CPU"
+    several = f", {num_processes} processes" if num_processes > 1 else ""
     record = {
         "command": " ".join(["sparse-rl", *sys.argv[1:]]) if sys.argv[0].endswith("sparse-rl") else " ".join(sys.argv),
         "config": settings,
@@ -83,7 +84,7 @@ def start_record(run: Path, settings: dict[str, Any], loaded: LoadedModel) -> No
             "transformers": transformers.__version__,
             "python": platform.python_version(),
         },
-        "hardware": f"{hardware}, {torch.get_num_threads()} threads",
+        "hardware": f"{hardware}, {torch.get_num_threads()} threads" + several,
         "parameters": sum(parameter.numel() for parameter in loaded.model.parameters()),
         "started": started,
     }

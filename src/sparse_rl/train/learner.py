@@ -10,10 +10,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from sparse_rl.objective.correction import check_choices
 from sparse_rl.score.head import Head
 from sparse_rl.train.master import MasterWeights
+from sparse_rl.train.processes import Processes
 
 logger = logging.getLogger(__name__)
 
@@ -74,10 +76,11 @@ class Learner:
         *,
         ref_head: Head | None = None,
         rate: Callable[[int], float] | None = None,
+        processes: Processes | None = None,
     ) -> None:
         self.head, self.ref_head = head, ref_head
         self.optimizer, self.masters = optimizer, masters
-        self.rate = rate
+        self.rate, self.processes = rate, processes or Processes()
         self.num_updates = 0
 
     @property
@@ -93,7 +96,8 @@ class Learner:
         metrics = {"learning_rate": float(self.optimizer.param_groups[0]["lr"])}
         if skip:
             return metrics | {"grad_norm": 0.0, "correction/skipped_updates": 1.0}
-        norm = float(torch.nn.utils.clip_grad_norm_(self.masters.masters, max_grad_norm))
+        total = torch.nn.utils.clip_grad_norm_(self.masters.masters, max_grad_norm)
+        norm = float(total.full_tensor() if isinstance(total, DTensor) else total)
         finite = math.isfinite(norm)
         if finite:
             self.optimizer.step()

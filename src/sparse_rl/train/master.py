@@ -19,19 +19,22 @@ class MasterWeights:
     def __init__(self, module: nn.Module) -> None:
         self.names = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
         self.parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        self.masters = [
-            p if p.dtype.itemsize >= 4 else nn.Parameter(p.detach().float().clone()) for p in self.parameters
-        ]
         if not self.parameters:
             raise ValueError("the model has no parameter that requires a gradient; there is nothing to train.")
+        self.masters = self._masters(module)
+
+    def _masters(self, module: nn.Module) -> list[nn.Parameter]:
+        """The fp32 copies, to which each parameter's gradient moves as soon as it is there."""
+        masters = [p if p.dtype.itemsize >= 4 else nn.Parameter(p.detach().float().clone()) for p in self.parameters]
         for hook in getattr(module, HOOKS, []):  # of masters that were here before
             hook.remove()
         hooks = [
             parameter.register_post_accumulate_grad_hook(_move_gradient(master))
-            for parameter, master in zip(self.parameters, self.masters, strict=True)
+            for parameter, master in zip(self.parameters, masters, strict=True)
             if master is not parameter
         ]
         setattr(module, HOOKS, hooks)
+        return masters
 
     def zero_grad(self) -> None:
         for master in self.masters:
@@ -43,6 +46,9 @@ class MasterWeights:
         for parameter, master in zip(self.parameters, self.masters, strict=True):
             if master is not parameter:
                 parameter.copy_(master)
+
+    def to_sampler(self) -> None:
+        """Bring the sampler's module up to date; here it is the learner's own."""
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """All masters by the module's names."""

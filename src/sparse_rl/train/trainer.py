@@ -14,13 +14,13 @@ import math
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
-from sparse_rl.evaluate import EvalConfig, evaluate
-from sparse_rl.kv import EvictPolicy, Full, KVPolicy
-from sparse_rl.metrics import HIGH_REJECTION, RunLog, Timer
+from sparse_rl.evaluate import EvalConfig, summary
+from sparse_rl.kv import Full, KVPolicy
+from sparse_rl.metrics import NoLog, RunLog, Timer
 from sparse_rl.model.load import LoadedModel
 from sparse_rl.objective.advantage import advantages
 from sparse_rl.objective.correction import PRESETS, Correction, preset_name
@@ -36,9 +36,12 @@ from sparse_rl.train.folder import check_folder, chosen_checkpoint, differences,
 from sparse_rl.train.learner import Learner, OptimizerConfig
 from sparse_rl.train.master import MasterWeights
 from sparse_rl.train.observer import Observer
-from sparse_rl.train.record import completion_records, rejected_records, rollout_metrics
+from sparse_rl.train.processes import Processes, watched
+from sparse_rl.train.record import completion_records, rejected_records, rollout_metrics, warn_once
+from sparse_rl.train.shard import ShardedWeights
+from sparse_rl.train.shares import generate, grade, rollout_stats
 from sparse_rl.train.update import UpdateConfig, Updated, update
-from sparse_rl.types import Rollout
+from sparse_rl.types import Prompt, Rollout
 
 logger = logging.getLogger(__name__)
 
@@ -66,10 +69,14 @@ class Trainer:
         optimizer: OptimizerConfig | None = None,
         eval: EvalConfig | None = None,
         observers: tuple[Observer, ...] = (),
+        processes: Processes | None = None,
     ) -> None:
         self.loaded, self.task = loaded, task
         self.config = config or TrainerConfig()
-        self.observers = (*observers, Callbacks(self.config.report_to)) if self.config.report_to else observers
+        self.processes = processes or Processes()
+        self.observers = observers if self.processes.first else ()
+        if self.processes.first and self.config.report_to:
+            self.observers = (*observers, Callbacks(self.config.report_to))
         self.kv = kv or Full()
         self.engine_config = engine or EngineConfig()
         self.correction = correction or PRESETS["sparse_rl"]
@@ -80,14 +87,16 @@ class Trainer:
         )
         check_settings(self.sampling, self.update_config, self.kv, self.config)
         self._check_model()
-        masters = MasterWeights(loaded.model)
+        sharded = ShardedWeights(loaded.model, self.processes) if self.processes.grouped else None
+        masters = sharded or MasterWeights(loaded.model)
         total = self.config.steps * self.update_config.num_updates
         self.learner = Learner(
-            Head(loaded.model),
+            sharded.head if sharded is not None else Head(loaded.model),
             self.optimizer_config.build(masters),
             masters,
             ref_head=Head(copy.deepcopy(loaded.model).requires_grad_(False)) if self.loss_config.beta > 0 else None,
             rate=lambda update: self.optimizer_config.rate(update, total),
+            processes=self.processes,
         )
         self.engine = Engine(loaded, self.kv, self.engine_config)
         self.eval_engines: dict[str, Engine] = {}  # kept for their graphs
@@ -98,6 +107,7 @@ class Trainer:
         self.timer = Timer()
         self.warned: set[str] = set()
 
+    @watched
     def train(self) -> None:
         """Run to the last step, from the start or from where `resume_from_checkpoint` says."""
         self._open()
@@ -110,18 +120,17 @@ class Trainer:
                 began = time.perf_counter()
                 rollouts = self._roll_out()
                 with self.timer("reward"):
-                    graded = self.task.rewards.grade(rollouts, self.loaded.tokenizer)
+                    graded = self._grade(rollouts, self.sampling.n)
                 advantages_R = self._advantages(rollouts, graded)
                 with self.timer("update"):
                     updated = self._learn(rollouts, advantages_R)
                 self.step += 1
                 self._record(rollouts, graded, advantages_R, updated)
                 metrics = rollout_metrics(rollouts, graded, self._groups(rollouts)) | updated.metrics
-                self._warn(rollouts, metrics)
+                warn_once(self.warned, self.kv, rollouts, metrics)
                 self._finish_step(metrics, began)
         finally:
-            self.log.close()
-            self.lock.close()
+            self._close()
             for observer in self.observers:
                 observer.on_end()
 
@@ -129,9 +138,9 @@ class Trainer:
         start = self.step * self.config.prompts_per_step
         prompts = self.task.stream(start, self.config.prompts_per_step, self.config.seed)
         with self.timer("rollout"):
-            rollouts = self.engine.generate(prompts, self._sampling_of(self.step), on_step=self._progress("rollout"))
+            rollouts = self._generate(self.engine, prompts, self._sampling_of(self.step), "rollout")
         self.num_tokens += sum(len(rollout.prompt.ids) + len(rollout.token_ids) for rollout in rollouts)
-        self.rollout_stats = self.engine.stats
+        self.rollout_stats = rollout_stats(self.engine, self.processes)
         if not self.engine.bounded:
             self.engine.release()  # the update needs the memory
         return rollouts
@@ -143,10 +152,10 @@ class Trainer:
             prompts = [rollout.prompt for rollout in rollouts if rollout.sample == 0]
             once = replace(self._sampling_of(self.step), n=1, temperature=0.0, top_logprobs=0)
             with self.timer("baseline"):
-                baseline = self.engine.generate(prompts, once, on_step=self._progress("baseline"))
+                baseline = self._generate(self.engine, prompts, once, "baseline")
             if not self.engine.bounded:
                 self.engine.release()
-            greedy = self.task.rewards.grade(baseline, self.loaded.tokenizer).rewards
+            greedy = self._grade(baseline, 1).rewards
         groups, known = torch.tensor(self._groups(rollouts)), ~graded.rewards.isnan()
         if greedy is not None:
             known &= ~greedy.isnan()[groups]
@@ -216,7 +225,8 @@ class Trainer:
         with self.timer("eval"):
             for cache, policy in policies.items():
                 engine = self.eval_engines.setdefault(cache, Engine(self.loaded, policy, self.engine_config))
-                result = evaluate(engine, prompts, sampling, self.task.rewards, self._progress(f"eval/{cache}"))
+                rollouts = self._generate(engine, prompts, sampling, f"eval/{cache}")
+                result = summary(rollouts, self._grade(rollouts, sampling.n).rewards, sampling.n)
                 engine.release()
                 metrics |= {f"eval/{cache}/{name}": value for name, value in result.items()}
         return metrics
@@ -231,27 +241,6 @@ class Trainer:
         for record in rejected_records(rollouts, updated, tokenizer, self.config.log_rejected):
             self.log.write("rejected.jsonl", {"step": self.step, **record})
 
-    def _warn(self, rollouts: list[Rollout], metrics: dict[str, float]) -> None:
-        """What the user would want to change, each once."""
-        evicts = isinstance(self.kv, EvictPolicy)
-        if evicts and not any(rollout.kv.num_compressions for rollout in rollouts) and "budget" not in self.warned:
-            self.warned.add("budget")
-            longest = max(len(rollout.prompt.ids) + len(rollout.token_ids) for rollout in rollouts)
-            logger.warning(
-                "no cache was compressed: kv.budget + kv.interval exceeds the longest sequence, %d tokens; "
-                "a smaller kv.budget would save memory.",
-                longest,
-            )
-        rejection = metrics.get("correction/rejection_rate", 0.0)
-        if rejection > HIGH_REJECTION and "rejection" not in self.warned:
-            self.warned.add("rejection")
-            logger.warning(
-                "%.0f %% of the completions were rejected (above %.0f %%); raise kv.budget, or choose a gentler policy "
-                "or correction. rejected.jsonl shows which tokens the dense model would not have written.",
-                100 * rejection,
-                100 * HIGH_REJECTION,
-            )
-
     def _save(self) -> None:
         run = Path(self.config.output_dir)
         folder = run / f"checkpoint-{self.step}"
@@ -264,47 +253,66 @@ class Trainer:
             "settings": self.settings(),
         }
         checkpoint.save(folder, self.loaded, self.learner, state)
-        checkpoint.prune(run, self.config.save_total_limit, self.best["checkpoint"])
+        self.processes.by_first(lambda: checkpoint.prune(run, self.config.save_total_limit, self.best["checkpoint"]))
         for observer in self.observers:
             observer.on_save(folder)
 
     def _open(self) -> None:
         """Start the run folder, or take up the run in it. Nothing is changed before all of it is known to be well."""
+        self.lock: IO[str] | None = None
+        self.log: RunLog = NoLog()
+        try:
+            chosen, state = self.processes.by_first(self._choose)
+            if chosen is not None:
+                self._resume(chosen, state)
+            self.processes.together(lambda: self._start(state["logs"]) if self.processes.first else None)
+        except BaseException:
+            self._close()
+            raise
+
+    def _close(self) -> None:
+        self.log.close()
+        if self.lock is not None:
+            self.lock.close()
+
+    def _choose(self) -> tuple[Path | None, dict[str, Any]]:
+        """The checkpoint to resume from and what it says, if there is one."""
         run = Path(self.config.output_dir)
         check_folder(self.config)
         run.mkdir(parents=True, exist_ok=True)
         self.lock = lock(run)
-        try:
-            chosen = chosen_checkpoint(self.config)
-            sizes = self._resume(chosen) if chosen is not None else {}
-        except BaseException:
-            self.lock.close()
-            raise
-        start_record(run, self.settings(), self.loaded)
-        self.log = RunLog(run, sizes)
-        later = [path for path in checkpoint.checkpoints(run) if checkpoint.step_of(path) > self.step]
-        if later:  # of the future that is now taken again
-            logger.warning("%s removed: the run goes on from step %d.", ", ".join(p.name for p in later), self.step)
-        for path in later:
-            checkpoint.discard(path)
-        checkpoint.prune(run, self.config.save_total_limit, self.best["checkpoint"])  # if it was stopped just before
-
-    def _resume(self, folder: Path) -> dict[str, int]:
-        """Take up a checkpoint's state; returns what the logs' sizes were."""
+        folder = chosen_checkpoint(self.config)
+        if folder is None:
+            return None, {"logs": {}}
         state = checkpoint.read_state(folder)
         if state["step"] > self.config.steps:
             raise ValueError(
                 f"trainer.steps is {self.config.steps}, but {folder.name} is beyond it; raise trainer.steps, or resume "
                 "from an earlier checkpoint."
             )
-        RunLog.check(Path(self.config.output_dir), state["logs"])
-        checkpoint.restore(folder, self.learner, state["num_updates"])
+        RunLog.check(run, state["logs"])
+        return folder, state
+
+    def _start(self, sizes: dict[str, int]) -> None:
+        """Write run.json, open the logs, and remove what a future that is now taken again has left."""
+        run = Path(self.config.output_dir)
+        start_record(run, self.settings(), self.loaded, self.processes.size)
+        self.log = RunLog(run, sizes)
+        later = [path for path in checkpoint.checkpoints(run) if checkpoint.step_of(path) > self.step]
+        if later:
+            logger.warning("%s removed: the run goes on from step %d.", ", ".join(p.name for p in later), self.step)
+        for path in later:
+            checkpoint.discard(path)
+        checkpoint.prune(run, self.config.save_total_limit, self.best["checkpoint"])  # if it was stopped just before
+
+    def _resume(self, folder: Path, state: dict[str, Any]) -> None:
+        """Take up a checkpoint's state."""
+        self.processes.together(lambda: checkpoint.restore(folder, self.learner, state["num_updates"]))
         changed = differences(state["settings"], json.loads(json.dumps(self.settings())))
         if changed:
             logger.warning("resuming with other settings: %s.", "; ".join(changed))
         self.step, self.num_tokens, self.best = state["step"], state["num_tokens"], state["best"]
         self.warned = set(state["warned"])
-        return dict(state["logs"])
 
     def settings(self) -> dict[str, Any]:
         """Every setting of the run, as run.json and the checkpoints have them."""
@@ -338,6 +346,12 @@ class Trainer:
                     f"the prompt that begins {prompt.text[:60]!r} has {len(prompt.ids)} tokens, and the model's "
                     f"context is {context}; remove it."
                 )
+
+    def _generate(self, engine: Engine, prompts: list[Prompt], sampling: Sampling, stage: str) -> list[Rollout]:
+        return generate(engine, prompts, sampling, self.processes, self._progress(stage))
+
+    def _grade(self, rollouts: list[Rollout], n: int) -> Graded:
+        return grade(self.task.rewards, rollouts, n, self.loaded.tokenizer, self.processes)
 
     def _groups(self, rollouts: list[Rollout]) -> list[int]:
         return [i // self.sampling.n for i in range(len(rollouts))]

@@ -22,13 +22,16 @@ from sparse_rl.objective.correction import Corrected, Correction, correct
 from sparse_rl.objective.loss import LossConfig, policy_loss, token_scale
 from sparse_rl.objective.mismatch import TOP, diagnose, overlap_bounds, overlap_top
 from sparse_rl.score.head import TokenScores
-from sparse_rl.score.pack import Completions, Microbatch, flatten, pack
+from sparse_rl.score.pack import Completions, Microbatch, flatten
 from sparse_rl.score.score import score_microbatch
 from sparse_rl.train.learner import Learner
+from sparse_rl.train.processes import Processes
+from sparse_rl.train.shares import deal
 from sparse_rl.types import Rollout
 
 logger = logging.getLogger(__name__)
 
+OVERLAPS = ("overlap", "overlap_upper", f"overlap_top{TOP}")
 SAMPLE_FRAC, SAMPLE_MIN = 0.1, 8  # of the rollouts without a loss, scored for the diagnostics
 
 
@@ -80,7 +83,9 @@ class Batch:
         self.rollouts, self.completions, self.advantages, self.loss = rollouts, completions, advantages, loss
         self.rows, self.num_rows, device = completions.rows, len(rollouts), completions.rows.device
         self.dense_logprobs = torch.full_like(completions.sampler_logprobs, math.nan)
-        self.overlap: dict[str, torch.Tensor] = {}
+        names = OVERLAPS if completions.top_ids is not None else ()
+        self.overlap = {name: torch.full_like(self.dense_logprobs, math.nan) for name in names}
+        self.observed: list[torch.Tensor] = []  # tokens of which only this process knows
         truncated = torch.tensor([rollout.finish_reason == "length" for rollout in rollouts], device=device)
         left_out = truncated & loss.mask_truncated_completions
         self.in_loss = completions.mask & ~left_out[self.rows]
@@ -109,7 +114,10 @@ class Batch:
 
     def observe(self, microbatch: Microbatch, scores: TokenScores) -> None:
         """Remember what a forward at the rollout's weights said."""
+        if not microbatch.indices:
+            return
         tokens, completions = microbatch.tokens.to(self.rows.device), self.completions
+        self.observed.append(tokens)
         self.dense_logprobs[tokens] = scores.logprobs.detach()
         if completions.top_ids is None or completions.top_logprobs is None or scores.at_ids is None:
             return
@@ -117,8 +125,21 @@ class Batch:
         ids, logprobs, num_top = completions.top_ids[tokens], completions.top_logprobs[tokens], scores.top_ids.shape[1]
         lower, upper = overlap_bounds(logprobs, scores.at_ids.detach())
         top = overlap_top(ids[:, :num_top], logprobs[:, :num_top], scores.top_ids, scores.top_logprobs)
-        for name, values in (("overlap", lower), ("overlap_upper", upper), (f"overlap_top{TOP}", top)):
-            self.overlap.setdefault(name, torch.full_like(self.dense_logprobs, math.nan))[tokens] = values.float()
+        for name, values in zip(OVERLAPS, (lower, upper, top), strict=True):
+            self.overlap[name][tokens] = values.float()
+
+    def share(self, processes: Processes) -> None:
+        """Tell the other processes what was observed here, and hear what was observed there."""
+        if processes.size == 1:
+            return
+        known, ours = [self.dense_logprobs, *self.overlap.values()], torch.zeros_like(self.completions.mask)
+        for tokens in self.observed:
+            ours[tokens] = True
+        self.observed.clear()
+        told = torch.stack([torch.where(ours, values, 0.0) for values in known] + [ours.float()])
+        *heard, seen = processes.sum(told)
+        for values, there in zip(known, heard, strict=True):
+            values.copy_(torch.where(seen > 0, there, values))
 
     def correct(self, tokens: torch.Tensor, correction: Correction) -> Corrected:
         """The correction of these tokens; what no forward has seen is left out."""
@@ -151,12 +172,14 @@ def update(
     skip = config.skip_zero_rows and not correction.needs_batch  # a batch statistic runs over every token
     sampled, stands_for = _sample(batch.idle, skip, generator)
     score_first = config.score_first or correction.needs_batch or config.num_updates > 1
-    for microbatch in pack(rollouts, config.max_tokens, sampled + batch.working if score_first else sampled):
+    scored_now = sampled + batch.working if score_first else sampled
+    for microbatch in deal(rollouts, config.max_tokens, scored_now, learner.processes):
         with torch.no_grad():
             scores = score_microbatch(
                 learner.head, batch.completions, microbatch, temperature, at_top=True, num_top=num_top
             )
         batch.observe(microbatch, scores)
+    batch.share(learner.processes)
     step = Step(
         correction=correction,
         config=config,
@@ -166,6 +189,7 @@ def update(
         scored=score_first,
     )
     results = [_optimise(learner, batch.part(members), step) for members in _minibatches(groups, config, generator)]
+    learner.masters.to_sampler()
     accepted = batch.correct(batch.tokens, correction).accepted.cpu()
     row_weights = torch.zeros(batch.num_rows)
     row_weights[batch.working] = 1.0
@@ -235,13 +259,17 @@ def _optimise(learner: Learner, batch: Batch, step: Step) -> dict[str, float]:
     if step.scored and loss.beta == 0:  # rejected rollouts have nothing to learn from
         accepted = corrected.accepted.tolist()
         working = [i for i in working if accepted[i]]
+    working = learner.processes.by_first(lambda: working)  # a sum that another GPU rounded otherwise decides nothing
     learner.masters.zero_grad()
     totals = torch.zeros(4, dtype=torch.float64, device=batch.rows.device)  # loss, clipped, kl, used
-    for microbatch in pack(batch.rollouts, step.config.max_tokens, working):
+    for microbatch in deal(batch.rollouts, step.config.max_tokens, working, learner.processes):
         tokens = microbatch.tokens.to(batch.rows.device)
         scores = score_microbatch(
             learner.head, batch.completions, microbatch, step.temperature, at_top=step.num_top > 0, num_top=step.num_top
         )
+        if not microbatch.indices:
+            (scores.logprobs.sum() * 0.0).backward()
+            continue
         if step.scored:
             weight = corrected.weight[tokens]
         else:
@@ -269,6 +297,8 @@ def _optimise(learner: Learner, batch: Batch, step: Step) -> dict[str, float]:
         kl = output.kl.sum() if output.kl is not None else totals.new_zeros(())
         parts = [output.loss.detach(), output.clipped.sum(), kl, used.sum()]
         totals += torch.stack([part.double() for part in parts])
+    batch.share(learner.processes)
+    learner.processes.sum(totals)
     counts = torch.stack([batch.in_loss.sum(), counted.sum()]).double()
     total_loss, clipped, total_kl, used_tokens, in_loss, num_counted = torch.cat([totals, counts]).tolist()
     if not batch.working and bool((batch.advantages != 0).any()):
