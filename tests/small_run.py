@@ -58,7 +58,7 @@ POINTS = {  # where a run can be killed: something it calls there
 }
 
 
-def small_trainer(folder, *, task=TASK, loaded=None, parts=None, observers=(), **config) -> Trainer:
+def small_trainer(folder, *, task=TASK, loaded=None, parts=None, observers=(), processes=None, **config) -> Trainer:
     settings = {"steps": 4, "prompts_per_step": 2, "save_every": 1, "log_completions": 1, "output_dir": str(folder)}
     defaults = {
         "kv": RKV(budget=12, interval=4, window=4),
@@ -74,6 +74,7 @@ def small_trainer(folder, *, task=TASK, loaded=None, parts=None, observers=(), *
         task,
         config=TrainerConfig(**(settings | config)),
         observers=observers,
+        processes=processes,
         **(defaults | (parts or {})),
     )
 

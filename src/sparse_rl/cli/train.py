@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from dataclasses import asdict, fields
 from importlib import resources
@@ -19,6 +20,8 @@ from sparse_rl.cli.trl_names import NAMES, translate, translate_keys
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser, Namespace
 
+    from sparse_rl.train.processes import Processes
+
 DESCRIPTION = """Train a model with reinforcement learning; rollouts run on a sparse KV cache.
 
 Without --config and --model, a small embedded model learns an embedded task (the recipe default.yaml). Recipes that
@@ -29,26 +32,39 @@ too (--num_generations, --learning_rate, ...).
   sparse-rl train --config qwen2.5-1.5b.yaml --task.train_file train.jsonl --task.rewards rewards.py:accuracy
   sparse-rl train --trainer.output_dir runs/first --trainer.resume_from_checkpoint true
   sparse-rl train --kv.policy snapkv --kv.budget 64 --correction.preset tis --dry-run
+  torchrun --nproc-per-node 8 -m sparse_rl train --config qwen2.5-1.5b.yaml ...   (weights sharded over 8 GPUs)
 """
 
 TRAINER_SETS = ("seed", "top_logprobs")  # of the sampling settings
 
 
 def run(arguments: list[str]) -> None:
+    from sparse_rl.train.processes import joined
+
+    with joined() as processes:
+        if not processes.first:
+            sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - as long as the process
+        settings, task, parts = processes.together(lambda: _settings(arguments))
+        if settings.dry_run:
+            print(yaml.dump(_resolved(settings, task, parts), Dumper=_Lists, sort_keys=False), end="")
+        else:
+            _train(settings, task, parts, processes)
+
+
+def _settings(arguments: list[str]) -> tuple[Namespace, Any, dict[str, Any]]:
+    """What was asked for, and its parts, checked as far as that goes without the model."""
     settings = parse(_parser(), _configs_first(_with_recipe(translate(arguments))), tuple(NAMES))
     from sparse_rl.config import build_correction, build_kv, build_section, build_task
     from sparse_rl.evaluate import EvalConfig
-    from sparse_rl.model.load import load
     from sparse_rl.objective.loss import LossConfig
     from sparse_rl.rollout import EngineConfig, Sampling
-    from sparse_rl.train import OptimizerConfig, Trainer, TrainerConfig, UpdateConfig
+    from sparse_rl.train import OptimizerConfig, TrainerConfig, UpdateConfig
     from sparse_rl.train.config import check_settings
-    from sparse_rl.train.folder import check_folder
 
     for key in ("model", "device", "kv", "task", "correction"):
         if settings[key] is None:
             raise ValueError(f"{key} is null; give it a value or leave it out.")
-    dtype = model_dtype(settings.dtype)
+    model_dtype(settings.dtype)
     task = build_task(settings["task"])
     parts: dict[str, Any] = {
         "kv": build_kv(settings["kv"]),
@@ -62,16 +78,24 @@ def run(arguments: list[str]) -> None:
         "config": build_section(TrainerConfig, "trainer", settings["trainer"]),
     }
     check_settings(parts["sampling"], parts["update"], parts["kv"], parts["config"])
-    if settings.dry_run:
-        print(yaml.dump(_resolved(settings, task, parts), Dumper=_Lists, sort_keys=False), end="")
-        return
-    from sparse_rl.report.live import Live
+    return settings, task, parts
 
-    logging.basicConfig(format="sparse-rl: %(levelname)s: %(message)s", level=logging.WARNING, stream=sys.stderr)
-    check_folder(parts["config"])
+
+def _train(settings: Namespace, task: Any, parts: dict[str, Any], processes: Processes) -> None:
+    from sparse_rl.model.load import load
+    from sparse_rl.report.live import Live
+    from sparse_rl.train import Trainer
+    from sparse_rl.train.folder import check_folder
+
+    level = logging.WARNING if processes.first else logging.ERROR
+    logging.basicConfig(format="sparse-rl: %(levelname)s: %(message)s", level=level, stream=sys.stderr)
+    processes.by_first(lambda: check_folder(parts["config"]))
     quiet_bars()
-    loaded = load(settings.model, dtype=dtype, device=settings.device)
-    Trainer(loaded, task.build(loaded.tokenizer), observers=(Live(),), **parts).train()
+    dtype = model_dtype(settings.dtype)
+    loaded = processes.together(lambda: load(settings.model, dtype=dtype, device=processes.device(settings.device)))
+    built = processes.together(lambda: task.build(loaded.tokenizer))
+    trainer = processes.together(lambda: Trainer(loaded, built, observers=(Live(),), processes=processes, **parts))
+    trainer.train()
 
 
 def _parser() -> ArgumentParser:
