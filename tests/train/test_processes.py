@@ -5,7 +5,13 @@ from __future__ import annotations
 
 import copy
 import math
+import os
 import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 import small_run
@@ -201,24 +207,49 @@ def test_a_run_goes_on_with_another_number_of_processes(tmp_path):
     assert all(torch.equal(exported[name.partition(".")[2]], ours[name]) for name in ours if name[0] == "m")
 
 
+SHORT = {"steps": 2, "parts": {"eval": EvalConfig(prompts=0)}}
+
+
 def killed(processes, folder, point):
     if processes.rank == 1:
         small_run.watch(point, on_call=lambda count: small_run.kill(count, 3))
-    return run(processes, folder, steps=3)
+    return run(processes, folder, **SHORT)
 
 
 @pytest.mark.parametrize("point", ["rollout", "update"])
 def test_a_killed_process_stops_the_others_with_a_word_and_the_run_resumes(tmp_path, point):
     folder = tmp_path / "run"
-    (code, said), (signal, _) = several(2, killed, folder, point)
-    assert (code, signal) == (1, -9)
-    assert said.startswith("Lost: process 0 of 2 has lost another one (")
-    assert said.endswith(f"; start {folder} again with --trainer.resume_from_checkpoint true.")
+    (code, said), (other, _) = several(2, killed, folder, point)
+    assert (code, other) == (1, -signal.SIGKILL)
+    assert said == (
+        "Lost: another of the 2 processes has ended (its connection is closed); "
+        f"start {folder} again with --trainer.resume_from_checkpoint true."
+    )
     assert not list(folder.glob("*.tmp"))
-    results_of(2, run_with, folder, {"steps": 3, "resume_from_checkpoint": True})
-    run(Processes(), tmp_path / "one", steps=3)
+    results_of(2, run_with, folder, {**SHORT, "resume_from_checkpoint": True})
+    run(Processes(), tmp_path / "one", **SHORT)
     got, expected = (without_times(tmp_path / name)[-1] for name in ("run", "one"))
-    assert got["loss"] == pytest.approx(expected["loss"], abs=1e-6) and got["step"] == 3
+    assert got["loss"] == pytest.approx(expected["loss"], abs=1e-6) and got["step"] == 2
+
+
+def terminated(processes, folder):
+    """The first process gets SIGTERM where Python cannot hear it."""
+    first, _ = processes.gather(os.getpid())
+    if processes.rank == 1:
+        time.sleep(0.2)
+        os.kill(first, signal.SIGTERM)
+        time.sleep(0.6)
+    with processes.watched(folder):
+        processes.gather(None)
+        time.sleep(0.1)
+
+
+def test_a_process_told_to_stop_says_so_even_where_it_waits(monkeypatch, capfd):
+    monkeypatch.setattr("sparse_rl.train.processes.GRACE_S", 0.1)
+    (_, said), _ = several(2, terminated, "runs/some")
+    end = "another of the 2 processes has ended; start runs/some again with --trainer.resume_from_checkpoint true."
+    assert said == f"Lost: told to stop (SIGTERM), as torchrun does when {end}"
+    assert f"sparse-rl: process 0 waits in vain: {end}" in capfd.readouterr().err
 
 
 def broken_in_second(processes, folder):
@@ -276,3 +307,42 @@ def test_a_checkpoint_before_the_first_update_resumes(tmp_path):
     trainer = small_trainer(tmp_path / "run", task=Flat(), parts=parts, steps=2, resume_from_checkpoint=True)
     trainer.train()
     assert trainer.step == 2 and [p.name for p in checkpoint.checkpoints(tmp_path / "run")][-1] == "checkpoint-2"
+
+
+def start(folder, *more):
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "sparse_rl", "train"]
+    small = ["--eval.prompts", "8", "--trainer.prompts_per_step", "4", "--sampling.max_tokens", "48"]
+    return subprocess.Popen(
+        [*command, "--trainer.output_dir", str(folder), "--trainer.save_every", "1", *small, *more],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+
+
+def rank_of(pid):
+    variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    return next((int(line[5:]) for line in variables if line.startswith(b"RANK=")), None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_torchrun_runs_the_command_and_a_killed_process_is_explained(tmp_path, rank):
+    run = start(tmp_path / "run", "--trainer.steps", "1000")
+    deadline = time.time() + 240
+    while not checkpoint.checkpoints(tmp_path / "run") and run.poll() is None and time.time() < deadline:
+        time.sleep(0.2)
+    children = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
+    os.kill(next(int(child) for child in children if rank_of(child) == rank), signal.SIGKILL)
+    _, said = run.communicate(timeout=120)
+    assert run.returncode != 0 and said.count("sparse-rl: error: ") == 1
+    assert f"start {tmp_path / 'run'} again with --trainer.resume_from_checkpoint true" in said
+    step = checkpoint.step_of(checkpoint.checkpoints(tmp_path / "run")[-1])
+    more = ["--trainer.resume_from_checkpoint", "true", "--trainer.steps", str(step + 1)]
+    again = start(tmp_path / "run", *more)
+    out, said = again.communicate(timeout=240)
+    assert again.returncode == 0 and not out, said
+    assert (
+        said.count("parameters, KV rkv") == 1 and read_log(tmp_path / "run" / "metrics.jsonl")[-1]["step"] == step + 1
+    )
+    refused = start(tmp_path / "run", "--trainer.steps", "2")
+    _, said = refused.communicate(timeout=240)
+    assert refused.returncode != 0 and said.count("has a run in it") == 1

@@ -26,6 +26,8 @@ from sparse_rl.train.config import TrainerConfig
 
 logger = logging.getLogger(__name__)
 
+PROGRAMS = ("sparse-rl", "sparse_rl/__main__.py")
+
 
 def check_folder(config: TrainerConfig) -> None:
     """Refuse to mix two runs in a folder, or to resume nothing."""
@@ -75,7 +77,7 @@ def start_record(run: Path, settings: dict[str, Any], loaded: LoadedModel, num_p
     hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()} CPU"
     several = f", {num_processes} processes" if num_processes > 1 else ""
     record = {
-        "command": " ".join(["sparse-rl", *sys.argv[1:]]) if sys.argv[0].endswith("sparse-rl") else " ".join(sys.argv),
+        "command": " ".join(["sparse-rl", *sys.argv[1:]]) if sys.argv[0].endswith(PROGRAMS) else " ".join(sys.argv),
         "config": settings,
         "versions": {
             "sparse_rl": sparse_rl.__version__,

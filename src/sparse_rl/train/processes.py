@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,6 +25,8 @@ T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 
 TIMEOUT = timedelta(minutes=30)  # of one collective: the longest a process may keep the others waiting
+
+GRACE_S = 15.0  # from SIGTERM until a process that still waits says so; torchrun kills it after 30
 
 
 class Stopped(SystemExit):
@@ -113,23 +116,25 @@ class Processes:
         if self.size == 1:
             yield
             return
-        remedy = f"start {run} again with --trainer.resume_from_checkpoint true"
-        me = f"process {self.rank} of {self.size}"
+        ended = f"another of the {self.size} processes has ended"
+        remedy = f"start {run} again with --trainer.resume_from_checkpoint true."
 
         def told(*_: Any) -> None:
-            raise Lost(f"{me} was told to stop (SIGTERM), as torchrun does when another one has ended; {remedy}.")
+            raise Lost(f"told to stop (SIGTERM), as torchrun does when {ended}; {remedy}")
 
         in_main = threading.current_thread() is threading.main_thread()
         ours = in_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
         if ours:
             signal.signal(signal.SIGTERM, told)
         try:
-            yield
+            with _heard_in_a_collective(f"sparse-rl: process {self.rank} waits in vain: {ended}; {remedy}", in_main):
+                yield
         except RuntimeError as error:
             if not is_lost(error):
                 raise
             first_line = str(error).strip().splitlines()[0]
-            raise Lost(f"{me} has lost another one ({first_line}); {remedy}.") from error
+            reason = "its connection is closed" if "by peer" in first_line else first_line
+            raise Lost(f"{ended} ({reason}); {remedy}") from error
         finally:
             if ours:
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -162,6 +167,32 @@ def watched(method: F) -> F:
             return method(trainer)
 
     return wrapped  # type: ignore[return-value]
+
+
+@contextmanager
+def _heard_in_a_collective(words: str, in_main: bool) -> Iterator[None]:
+    """Say the words if SIGTERM comes and nothing follows: Python hears no signal while it waits for a GPU."""
+    if not in_main:
+        yield
+        return
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    done = threading.Event()
+
+    def listen() -> None:
+        while number := os.read(reading, 1):
+            if number[0] == signal.SIGTERM and not done.wait(GRACE_S):
+                print(words, file=sys.stderr, flush=True)
+        os.close(reading)
+
+    threading.Thread(target=listen, daemon=True).start()
+    before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        done.set()
+        os.close(writing)
 
 
 def is_lost(error: Exception) -> bool:

@@ -95,7 +95,9 @@ class _Scorer(nn.Module):
 def _shard(scorer: _Scorer, dtype: torch.dtype, size: int) -> _Scorer:
     """Shard layer by layer, so that one layer at a time is whole in fp32."""
     lower = dtype.itemsize < 4
-    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32) if lower else MixedPrecisionPolicy()
+    precision = MixedPrecisionPolicy(
+        param_dtype=dtype if lower else None, reduce_dtype=torch.float32 if lower else None, cast_forward_inputs=False
+    )
     mesh = init_device_mesh(scorer.model.device.type, (size,))
     for module in (*getattr(scorer.model.get_decoder(), "layers", ()), scorer):
         for parameter in module.parameters():

@@ -196,7 +196,7 @@ class Trainer:
         for observer in self.observers:
             observer.on_log(metrics)
         due = self.config.save_every and self.step % self.config.save_every == 0
-        if self.step and (self._is_best(metrics) or last or due):
+        if self.step and self.processes.by_first(lambda: self._is_best(metrics) or last or due):
             with self.timer("save"):
                 self._save()
 
