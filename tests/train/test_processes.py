@@ -171,10 +171,10 @@ def without_times(folder, tolerated=("kv/peak_bytes", "rollout/preemptions")):
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_run_of_several_processes_is_the_run_of_one(tmp_path, size):
     """With remax and a third process that has no prompt to sample; every metric, evaluations included."""
-    config = {"steps": 2, "advantage": "remax" if size == 3 else "grpo", "save_every": 0}
+    config = {"steps": 4 - size, "advantage": "remax" if size == 3 else "grpo", "save_every": 0}
     expected, weights = run(Processes(), tmp_path / "one", **config)
     for sampled, model in results_of(size, run_with, tmp_path / "several", config):
-        assert sampled[0] == expected[0] and len(sampled) == 2
+        assert sampled == expected and len(sampled) == 4 - size
         assert all(torch.allclose(model[name], weights[name], atol=1e-6) for name in weights)
     for got, line in zip(without_times(tmp_path / "several"), without_times(tmp_path / "one"), strict=True):
         assert got.keys() == line.keys()
@@ -216,7 +216,7 @@ def killed(processes, folder, point):
     return run(processes, folder, **SHORT)
 
 
-@pytest.mark.parametrize("point", ["rollout", "update"])
+@pytest.mark.parametrize("point", [pytest.param("rollout", marks=pytest.mark.slow), "update"])
 def test_a_killed_process_stops_the_others_with_a_word_and_the_run_resumes(tmp_path, point):
     folder = tmp_path / "run"
     (code, said), (other, _) = several(2, killed, folder, point)

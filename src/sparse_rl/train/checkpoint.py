@@ -25,9 +25,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from sparse_rl.model.load import LoadedModel
 from sparse_rl.train.learner import Learner
@@ -39,6 +40,10 @@ STATE, SHARDS = "trainer_state.json", "state"
 def save(folder: Path, loaded: LoadedModel, learner: Learner, state: dict[str, Any]) -> None:
     """Write a checkpoint; a crash at any moment leaves either nothing or all of it. All processes call it."""
     temporary, processes = folder.with_name(folder.name + ".tmp"), learner.processes
+
+    def begin() -> None:
+        remove(temporary)
+        temporary.mkdir(parents=True)
 
     def finish() -> None:
         loaded.model.save_pretrained(temporary)
@@ -53,7 +58,7 @@ def save(folder: Path, loaded: LoadedModel, learner: Learner, state: dict[str, A
         _to_disk(folder.parent)
 
     try:
-        processes.by_first(lambda: (remove(temporary), temporary.mkdir(parents=True)))
+        processes.by_first(begin)
         processes.together(lambda: _write_shards(temporary / SHARDS, learner))
         processes.by_first(finish)
     except (OSError, RuntimeError, SafetensorError) as error:  # each library has its own word for a full disk
@@ -89,7 +94,7 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 def restore(folder: Path, learner: Learner, num_updates: int) -> None:
     """Put the weights and the optimiser state of a checkpoint that `read_state` found whole into the learner."""
-    reader = dcp.FileSystemReader(folder / SHARDS)
+    reader = FileSystemReader(folder / SHARDS)
     saved = reader.read_metadata().state_dict_metadata
     ours = {f"masters.{name}": master.shape for name, master in learner.masters.state_dict().items()}
     theirs = {key: getattr(entry, "size", None) for key, entry in saved.items() if key.startswith("masters.")}
@@ -102,7 +107,7 @@ def restore(folder: Path, learner: Learner, num_updates: int) -> None:
     _make_optimizer_state(learner, [key for key in saved if key.startswith("optimizer.")])
     state = _shards(learner)
     with _no_warning():
-        dcp.load(state, storage_reader=reader, no_dist=not learner.processes.grouped)
+        state_dict_loader.load(state, storage_reader=reader, no_dist=not learner.processes.grouped)
     for name, master in zip(learner.masters.names, learner.masters.masters, strict=True):
         if name in state["optimizer"]:
             learner.optimizer.state[master] = state["optimizer"][name]
@@ -124,7 +129,7 @@ def _shards(learner: Learner) -> dict[str, Any]:
 def _write_shards(folder: Path, learner: Learner) -> None:
     try:
         with _no_warning():
-            dcp.save(_shards(learner), checkpoint_id=folder, no_dist=not learner.processes.grouped)
+            state_dict_saver.save(_shards(learner), checkpoint_id=folder, no_dist=not learner.processes.grouped)
     except CheckpointException as error:  # of which the library makes no Exception
         reason, _ = next(iter(error.failures.values()))
         raise OSError(str(reason)) from error
