@@ -18,6 +18,7 @@ import small_run
 import torch
 from several import results_of, several
 from small_run import TASK, small_trainer
+from torch.distributed.checkpoint import filesystem
 
 from sparse_rl.evaluate import EvalConfig
 from sparse_rl.kv import RKV
@@ -29,6 +30,8 @@ from sparse_rl.objective.correction import PRESETS
 from sparse_rl.objective.loss import LossConfig
 from sparse_rl.rollout import Engine, EngineConfig, Sampling
 from sparse_rl.score.head import Head
+from sparse_rl.score.pack import flatten, pack
+from sparse_rl.score.score import score_microbatch
 from sparse_rl.tasks import Rewards
 from sparse_rl.train import Learner, OptimizerConfig, UpdateConfig, checkpoint
 from sparse_rl.train.master import MasterWeights
@@ -152,6 +155,25 @@ def learn_bf16(processes, rollouts):
     return learn(processes, rollouts, dtype=torch.bfloat16)
 
 
+def scores_after_loading(processes, rollouts):
+    """Of the sharded learner and of the sampler's module, once other weights were put into both."""
+    model = tiny_model(**SMALL)
+    masters = ShardedWeights(model, processes)
+    completions, (microbatch,) = flatten(rollouts, model.device), pack(rollouts, 10_000)
+    with torch.no_grad():
+        before = score_microbatch(masters.head, completions, microbatch, 1.0).logprobs
+        masters.load_state_dict({name: 1.5 * master for name, master in masters.state_dict().items()})
+        masters.to_sampler()
+        heads = (masters.head, Head(model))
+        return before, *(score_microbatch(head, completions, microbatch, 1.0).logprobs for head in heads)
+
+
+def test_loaded_weights_reach_the_learner_and_the_sampler():
+    for before, learner, sampler in results_of(2, scores_after_loading, recorded(5)):
+        torch.testing.assert_close(learner, sampler, atol=1e-5, rtol=1e-5)
+        assert (before - learner).abs().max() > 0.1
+
+
 def run(processes, folder, parts=None, task=TASK, dtype=torch.float64, **config):
     """A small run; what each process sampled, step by step."""
     loaded, sampled = load("embedded", dtype=dtype), []
@@ -270,6 +292,22 @@ def test_one_process_that_fails_speaks_for_all(tmp_path):
     assert results[1][1].startswith("ValueError: reward function 'reward' raised KeyError: 'answer'; mend it")
     again = several(2, run_with, tmp_path / "run", {})  # the folder is taken: the first process says so
     assert "has a run in it" in again[0][1] and again[1] == (1, "Stopped: 2")
+
+
+def full_disk_in_second(processes, folder):
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    if processes.rank == 1:
+        filesystem._write_item = full
+    return run(processes, folder, **SHORT)
+
+
+def test_a_full_disk_of_one_process_stops_all(tmp_path):
+    results = several(2, full_disk_in_second, tmp_path / "run")
+    assert "checkpoint-1 could not be written ([Errno 28] No space left on device); make room" in results[0][1]
+    assert results[1] == (1, "Stopped: 2")
+    assert [path.name for path in (tmp_path / "run").glob("checkpoint*")] == []
 
 
 @pytest.mark.parametrize("size", [2, 3, 5])

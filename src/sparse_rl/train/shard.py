@@ -36,16 +36,13 @@ class ShardedWeights(MasterWeights):
         shards = {name.removeprefix("model."): shard for name, shard in self.root.named_parameters()}
         return [shards[name] for name in self.names]
 
-    def zero_grad(self) -> None:
-        super().zero_grad()
-        self.root.reshard()  # a forward without gradient leaves the root's parameters gathered, and soon stale
-
     def publish(self) -> None:
         """The next forward gathers them; the sampler waits until its turn."""
         self.moved = True
 
     @torch.no_grad()
     def to_sampler(self) -> None:
+        self.root.reshard()  # a forward without gradient leaves what is outside the layers gathered, and soon stale
         if self.moved:
             for parameter, shard in zip(self.parameters, self.masters, strict=True):
                 parameter.copy_(shard.to(parameter.dtype).full_tensor())  # type: ignore[attr-defined]
