@@ -58,8 +58,10 @@ class MasterWeights:
 def _move_gradient(master: nn.Parameter):  # type: ignore[no-untyped-def]
     def add(parameter: torch.Tensor) -> None:
         assert parameter.grad is not None
-        gradient = parameter.grad.float()
-        master.grad = gradient if master.grad is None else master.grad.add_(gradient)
+        if master.grad is None:
+            master.grad = parameter.grad.float()
+        else:
+            master.grad += parameter.grad
         parameter.grad = None
 
     return add

@@ -18,12 +18,13 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from sparse_rl.objective.correction import Corrected, Correction, correct
+from sparse_rl.objective.correction import Corrected, Correction, check_choices, correct
 from sparse_rl.objective.loss import LossConfig, policy_loss, token_scale
 from sparse_rl.objective.mismatch import TOP, diagnose, overlap_bounds, overlap_top
 from sparse_rl.score.head import TokenScores
 from sparse_rl.score.pack import Completions, Microbatch, flatten, pack
 from sparse_rl.score.score import score_microbatch
+from sparse_rl.train.layers import Activations, learner_layers
 from sparse_rl.train.learner import Learner
 from sparse_rl.types import Rollout
 
@@ -42,6 +43,8 @@ class UpdateConfig:
     max_grad_norm: gradients are scaled down to this norm
     score_first: score the batch before learning: a forward more, but rejected rollouts skip their backward
     skip_zero_rows: leave out the forward of rollouts without a loss, but for a sample
+    activations: what a layer keeps for its backward pass: "keep" (all), "recompute" or "offload" (to host memory)
+    compile: compile the decoder layers on a GPU; takes up to a minute once, and a C compiler
     """
 
     updates_per_rollout: int = 1
@@ -50,8 +53,11 @@ class UpdateConfig:
     max_grad_norm: float = 1.0
     score_first: bool = False
     skip_zero_rows: bool = True
+    activations: Activations = "keep"
+    compile: bool = True
 
     def __post_init__(self) -> None:
+        check_choices(self, "update")
         for field in ("updates_per_rollout", "num_iterations", "max_tokens", "max_grad_norm"):
             if not getattr(self, field) > 0:
                 raise ValueError(f"update.{field} is {getattr(self, field)}; it must be above 0.")
@@ -151,21 +157,18 @@ def update(
     skip = config.skip_zero_rows and not correction.needs_batch  # a batch statistic runs over every token
     sampled, stands_for = _sample(batch.idle, skip, generator)
     score_first = config.score_first or correction.needs_batch or config.num_updates > 1
-    for microbatch in pack(rollouts, config.max_tokens, sampled + batch.working if score_first else sampled):
-        with torch.no_grad():
-            scores = score_microbatch(
-                learner.head, batch.completions, microbatch, temperature, at_top=True, num_top=num_top
-            )
-        batch.observe(microbatch, scores)
     step = Step(
         correction=correction,
         config=config,
         temperature=temperature,
         max_length=max_length,
-        num_top=0 if score_first else num_top,
+        num_top=num_top,
         scored=score_first,
     )
-    results = [_optimise(learner, batch.part(members), step) for members in _minibatches(groups, config, generator)]
+    compiles = config.compile and learner.device.type == "cuda"
+    with learner_layers(learner.head.model, config.activations, compiles=compiles):
+        _score(learner, batch, step, sampled + batch.working if score_first else sampled)
+        results = [_optimise(learner, batch.part(members), step) for members in _minibatches(groups, config, generator)]
     accepted = batch.correct(batch.tokens, correction).accepted.cpu()
     row_weights = torch.zeros(batch.num_rows)
     row_weights[batch.working] = 1.0
@@ -225,6 +228,16 @@ class Step:
     scored: bool  # the dense log-probs are known
 
 
+def _score(learner: Learner, batch: Batch, step: Step, chosen: list[int]) -> None:
+    """What the model says of some rollouts before it learns."""
+    for microbatch in pack(batch.rollouts, step.config.max_tokens, chosen):
+        with torch.no_grad():
+            scores = score_microbatch(
+                learner.head, batch.completions, microbatch, step.temperature, at_top=True, num_top=step.num_top
+            )
+        batch.observe(microbatch, scores)
+
+
 def _optimise(learner: Learner, batch: Batch, step: Step) -> dict[str, float]:
     """One optimiser step on the batch."""
     correction, loss = step.correction, batch.loss
@@ -235,12 +248,13 @@ def _optimise(learner: Learner, batch: Batch, step: Step) -> dict[str, float]:
     if step.scored and loss.beta == 0:  # rejected rollouts have nothing to learn from
         accepted = corrected.accepted.tolist()
         working = [i for i in working if accepted[i]]
+    num_top = 0 if step.scored else step.num_top
     learner.masters.zero_grad()
     totals = torch.zeros(4, dtype=torch.float64, device=batch.rows.device)  # loss, clipped, kl, used
     for microbatch in pack(batch.rollouts, step.config.max_tokens, working):
         tokens = microbatch.tokens.to(batch.rows.device)
         scores = score_microbatch(
-            learner.head, batch.completions, microbatch, step.temperature, at_top=step.num_top > 0, num_top=step.num_top
+            learner.head, batch.completions, microbatch, step.temperature, at_top=num_top > 0, num_top=num_top
         )
         if step.scored:
             weight = corrected.weight[tokens]
