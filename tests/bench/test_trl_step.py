@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-import math
 import random
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -33,32 +33,49 @@ def test_a_step_on_given_rows(monkeypatch):
     trl = pytest.importorskip("trl")
     prompts, completions = rows(random.randrange(2**32))
     built, seen = [], []
-    random_module, compute_loss = trl_step.random_module, trl.GRPOTrainer._compute_loss
+    now = 0.0  # of a clock that only the calls below move
+    random_module, generate = trl_step.random_module, trl.GRPOTrainer._generate
+    compute_loss, adam = trl.GRPOTrainer._compute_loss, torch.optim.AdamW.step
 
     def keep(*args, **kwargs):
         built.append(random_module(*args, **kwargs))
         return built[0]
 
+    def sample(self, prompts):
+        nonlocal now
+        now += 1000
+        return generate(self, prompts)
+
     def watch(self, model, inputs):
+        nonlocal now
+        now += 1 if len(seen) >= 4 else 50  # warming up is slow
         seen.append(inputs)
         return compute_loss(self, model, inputs)
 
+    def step(self, *args, **kwargs):
+        nonlocal now
+        now += 10
+        return adam(self, *args, **kwargs)
+
     monkeypatch.setattr(trl_step, "random_module", keep)
+    monkeypatch.setattr(trl_step, "time", SimpleNamespace(perf_counter=lambda: now))
+    monkeypatch.setattr(trl.GRPOTrainer, "_generate", sample)
     monkeypatch.setattr(trl.GRPOTrainer, "_compute_loss", watch)
+    monkeypatch.setattr(torch.optim.AdamW, "step", step)
     result = measure(prompts, completions)
 
     longest = max(map(len, prompts)) + max(map(len, completions))
     assert result["tokens"] == sum(map(len, prompts + completions))
     assert result["padded_tokens"] == 8 * longest
-    assert math.isfinite(result["seconds"]) and result["seconds"] > 0
-    assert result["tokens_per_s"] == pytest.approx(result["tokens"] / result["seconds"])
+    assert result["seconds"] == 4 * 1 + 10  # four micro-batches and the optimizer, nothing of the sampling
+    assert result["tokens_per_s"] == pytest.approx(result["tokens"] / 14)
     assert result["peak_bytes"] is None
     assert "float32" in result["note"] and "no pass for old log-probs" in result["note"]
 
     # Three steps of four micro-batches of two, none trimmed, each row of the input once a step.
     assert len(seen) == 12
-    for step in range(3):
-        batches = seen[4 * step : 4 * step + 4]
+    for first in (0, 4, 8):
+        batches = seen[first : first + 4]
         trained = []
         for batch in batches:
             assert batch["prompt_ids"].shape[1] + batch["completion_ids"].shape[1] == longest
