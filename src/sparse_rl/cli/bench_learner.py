@@ -20,7 +20,7 @@ Models have random weights, so nothing is downloaded. Compiling happens before t
 
   sparse-rl bench learner --shape tiny --sequences 16 --output 256 --median 64
   sparse-rl bench learner --shape qwen2.5-1.5b --update.max_tokens 16384 --against trl --result speed.json
-  sparse-rl bench learner --shape qwen2.5-1.5b --spread equal --output 16384 --sequences 8 --update.activations recompute
+  sparse-rl bench learner --shape qwen2.5-1.5b --spread equal --output 16384 --sequences 8 --update.activations offload
 """
 
 

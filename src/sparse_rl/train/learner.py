@@ -52,7 +52,10 @@ class OptimizerConfig:
         decayed = [master for master in masters.masters if master.dim() > 1]
         others = [master for master in masters.masters if master.dim() <= 1]
         groups = [{"params": decayed, "weight_decay": self.weight_decay}, {"params": others, "weight_decay": 0.0}]
-        return torch.optim.AdamW(groups, lr=self.learning_rate, betas=(self.beta1, self.beta2), eps=self.eps)
+        fused = masters.masters[0].is_cuda or None
+        return torch.optim.AdamW(
+            groups, lr=self.learning_rate, betas=(self.beta1, self.beta2), eps=self.eps, fused=fused
+        )
 
     def rate(self, update: int, num_updates: int) -> float:
         """The learning rate of an update, counted from 0."""
