@@ -150,7 +150,7 @@ def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
     if total.dtype == a.dtype:
         total.addmm_(a, b)
     elif a.is_cuda:
-        total += torch.mm(a, b, out_dtype=total.dtype)
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     else:
         total.addmm_(a.to(total.dtype), b.to(total.dtype))
 

@@ -92,20 +92,20 @@ def pack(rollouts: list[Rollout], max_tokens: int, chosen: list[int] | None = No
 
 def _microbatch(rollouts: list[Rollout], indices: list[int], first_token: list[int]) -> Microbatch:
     boundaries = [0]
-    ids: list[int] = []
-    predicting: list[int] = []
-    tokens: list[int] = []
+    ids: list[torch.Tensor] = []
+    predicting: list[torch.Tensor] = []
+    tokens: list[torch.Tensor] = []
     for i in indices:
-        prompt_ids, token_ids = rollouts[i].prompt.ids, rollouts[i].token_ids.tolist()
-        start = len(ids) + len(prompt_ids) - 1
-        ids += [*prompt_ids, *token_ids]
-        predicting += range(start, start + len(token_ids))
-        tokens += range(first_token[i], first_token[i + 1])
-        boundaries.append(len(ids))
+        prompt_ids, token_ids = rollouts[i].prompt.ids, rollouts[i].token_ids
+        start = boundaries[-1] + len(prompt_ids) - 1
+        ids += [torch.tensor(prompt_ids), token_ids]
+        predicting.append(torch.arange(start, start + len(token_ids)))
+        tokens.append(torch.arange(first_token[i], first_token[i + 1]))
+        boundaries.append(start + 1 + len(token_ids))
     return Microbatch(
         indices=tuple(indices),
-        ids=torch.tensor(ids),
+        ids=torch.cat(ids),
         boundaries=boundaries,
-        predicting=torch.tensor(predicting),
-        tokens=torch.tensor(tokens),
+        predicting=torch.cat(predicting),
+        tokens=torch.cat(tokens),
     )

@@ -169,7 +169,7 @@ def update(
     with learner_layers(learner.head.model, config.activations, compiles=compiles):
         _score(learner, batch, step, sampled + batch.working if score_first else sampled)
         results = [_optimise(learner, batch.part(members), step) for members in _minibatches(groups, config, generator)]
-    accepted = batch.correct(batch.tokens, correction).accepted.cpu()
+    accepted = batch.correct(batch.tokens, correction).accepted
     row_weights = torch.zeros(batch.num_rows)
     row_weights[batch.working] = 1.0
     row_weights[sampled] = stands_for
@@ -179,7 +179,7 @@ def update(
     metrics["correction/skipped_updates"] *= len(results)
     metrics["train/working_frac"] = len(batch.working) / batch.num_rows
     lengths = [len(rollout.token_ids) for rollout in rollouts]
-    return Updated(metrics=metrics, dense_logprobs=batch.dense_logprobs.cpu().split(lengths), accepted=accepted)
+    return Updated(metrics=metrics, dense_logprobs=batch.dense_logprobs.cpu().split(lengths), accepted=accepted.cpu())
 
 
 def _minibatches(groups: list[int], config: UpdateConfig, generator: torch.Generator) -> Iterator[list[int]]:
@@ -299,14 +299,13 @@ def _optimise(learner: Learner, batch: Batch, step: Step) -> dict[str, float]:
 
 def _diagnostics(batch: Batch, accepted: torch.Tensor, row_weights: torch.Tensor) -> dict[str, float]:
     """The mismatch of all rollouts, from those that were scored."""
+    row_weights = row_weights.to(batch.rows.device)
     scored = row_weights > 0
-    rows = batch.rows.cpu()
-    mask = batch.completions.mask.cpu() & scored[rows]
+    mask = batch.completions.mask & scored[batch.rows]
     metrics = {"mismatch/coverage": float(scored.float().mean())}
     if not bool(mask.any()):
         return metrics
-    log_xi = (batch.dense_logprobs - batch.completions.sampler_logprobs).cpu()
-    overlap = {name: values.cpu() for name, values in batch.overlap.items()}
-    metrics |= diagnose(log_xi, mask, rows, row_weights, overlap)
+    log_xi = batch.dense_logprobs - batch.completions.sampler_logprobs
+    metrics |= diagnose(log_xi, mask, batch.rows, row_weights, batch.overlap)
     rejected = (row_weights * ~accepted).sum() / row_weights.sum()
     return metrics | {"correction/rejection_rate": float(rejected)}
