@@ -14,13 +14,12 @@ import pytest
 import yaml
 
 from sparse_rl.cli import main
+from sparse_rl.cli.recipes import recipes
 from sparse_rl.cli.train import _parser
 from sparse_rl.cli.trl_names import NAMES, REFUSED, VALUES, translate_keys
 from sparse_rl.metrics import read_log
 
-RECIPES = sorted(
-    entry.name for entry in (resources.files("sparse_rl") / "recipes").iterdir() if entry.name.endswith(".yaml")
-)
+RECIPES = recipes("train")
 OWN = {"sampling": {"n": 8}, "task": {"name": "jsonl", "train_file": "train.jsonl", "rewards": ["rewards.py:one"]}}
 RUN = {"steps": 2, "prompts_per_step": 2}
 SHORT = {"n": 4, "max_tokens": 24}

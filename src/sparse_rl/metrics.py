@@ -19,7 +19,7 @@ from typing import IO, Any
 
 # {NAME} stands for a reward function's name, {CACHE} for "dense" or "sparse".
 METRICS: dict[str, str] = {
-    "step": "rollout batches learnt from so far",
+    "step": "rollout batches learnt from so far; updates, if supervised",
     "num_tokens": "prompt and completion tokens so far",
     "learning_rate": "mean over the step's updates",
     "loss": "of the step, mean over its updates",
@@ -63,6 +63,8 @@ METRICS: dict[str, str] = {
     "correction/rejection_rate": "share of completions rejected as a whole",
     "correction/skipped_updates": "updates that changed nothing: no advantage, all rejected, a gradient not finite",
     "train/working_frac": "share of completions with something to learn from: an advantage, or a KL term",
+    "epoch": "passes over the rows so far (only if supervised)",
+    "train/tokens_per_s": "prompt and completion tokens over the time of the update (only if supervised)",
     "kv/saved_frac": "1 - entries held / entries a dense cache would hold, summed over decode steps",
     "kv/peak_frac": "mean peak of entries held, over what a dense cache would peak at",
     "kv/peak_bytes": "most bytes of KV pages in use at once, with the query rings, page tables and state of the rows",
@@ -73,6 +75,8 @@ METRICS: dict[str, str] = {
     "eval/{CACHE}/mean_length": "tokens",
     "eval/{CACHE}/clipped_ratio": "share that ran into the length limit",
     "eval/{CACHE}/kv_saved_frac": "as kv/saved_frac",
+    "eval/loss": "negative log-likelihood of held-out completions, mean over their tokens (only if supervised)",
+    "eval/perplexity": "its exponential",
     "time/rollout_s": "sampling",
     "time/capture_s": "compiling and capturing decode steps, part of time/rollout_s",
     "time/baseline_s": "greedy completions for remax",
@@ -84,7 +88,7 @@ METRICS: dict[str, str] = {
 }
 
 HIGH_REJECTION = 0.15  # from here on the correction throws too much away
-TIMES = ("time/", "step_time", "rollout/tokens_per_s")  # what may differ between two equal runs
+TIMES = ("time/", "step_time", "rollout/tokens_per_s", "train/tokens_per_s")  # what may differ between two equal runs
 
 
 def definition(name: str) -> str | None:

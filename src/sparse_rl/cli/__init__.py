@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 
-COMMANDS = ("train", "generate", "report", "bench")
+COMMANDS = ("train", "sft", "generate", "report", "bench")
 
 USAGE = """usage: sparse-rl COMMAND ...
 
@@ -16,6 +16,7 @@ Reinforcement learning of language models whose rollouts run on a sparse KV cach
 
 commands:
   train      train a model on a task; without a setting, the embedded model on the embedded task
+  sft        teach a model completions to imitate, so that training has something to reward
   generate   sample from a model whose KV cache is compressed while it decodes
   report     one HTML page with plots and tables of one or several runs
   bench      how fast rollouts are, against the roofline and against other engines

@@ -6,14 +6,11 @@ from __future__ import annotations
 import logging
 import sys
 from dataclasses import asdict, fields
-from importlib import resources
 from itertools import pairwise
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
 from sparse_rl.cli.parsing import add_model, make_parser, model_dtype, parse, quiet_bars
+from sparse_rl.cli.recipes import read_config, split_configs, to_yaml, with_configs
 from sparse_rl.cli.trl_names import NAMES, translate, translate_keys
 
 if TYPE_CHECKING:
@@ -63,7 +60,7 @@ def run(arguments: list[str]) -> None:
     }
     check_settings(parts["sampling"], parts["update"], parts["kv"], parts["config"])
     if settings.dry_run:
-        print(yaml.dump(_resolved(settings, task, parts), Dumper=_Lists, sort_keys=False), end="")
+        print(to_yaml(_resolved(settings, task, parts)), end="")
         return
     from sparse_rl.report.live import Live
 
@@ -110,20 +107,11 @@ def _with_recipe(arguments: list[str]) -> list[str]:
 
 def _configs_first(arguments: list[str]) -> list[str]:
     """Each --config FILE replaced by its settings, TRL's keys translated; before the flags, so that flags win."""
-    configs, others = [], []
-    given = iter(arguments)
-    for argument in given:
-        name, equals, value = argument.partition("=")
-        if name != "--config":
-            others.append(argument)
-            continue
-        path = value if equals else next(given, None)
-        if path is None:
-            raise ValueError("--config needs the name of a file or a recipe.")
-        configs.append(_config(path))
+    names, others = split_configs(arguments)
+    configs = [_config(name) for name in names]
     for config in configs:
         _drop_unfit(config, others)
-    return [*(text for config in configs for text in ("--config", yaml.safe_dump(config))), *others]
+    return with_configs(configs, others)
 
 
 def _drop_unfit(config: dict[str, Any], flags: list[str]) -> None:
@@ -142,18 +130,7 @@ def _drop_unfit(config: dict[str, Any], flags: list[str]) -> None:
 
 
 def _config(name: str) -> dict[str, Any]:
-    path = Path(name)
-    recipe = _recipe(name)
-    if not path.exists() and not recipe.is_file():
-        recipes = ", ".join(sorted(entry.name for entry in _recipe("").iterdir() if entry.name.endswith(".yaml")))
-        raise ValueError(f"--config {name!r} is neither a file nor a recipe; the recipes are {recipes}.")
-    try:
-        settings = yaml.safe_load((path if path.exists() else recipe).read_text())
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{name} is not YAML: {error}") from error
-    if not isinstance(settings, dict):
-        raise ValueError(f"{name} is not a table of settings; write lines of the form `key: value`.")
-    settings = translate_keys(settings)
+    settings = translate_keys(read_config(name, "train"))
     correction = settings.get("correction")
     for key, value in (correction if isinstance(correction, dict) else {}).items():
         if value is None and key != "preset":
@@ -162,10 +139,6 @@ def _config(name: str) -> dict[str, Any]:
                 "for upper) to switch it off."
             )
     return settings
-
-
-def _recipe(name: str) -> Any:
-    return resources.files("sparse_rl") / "recipes" / name
 
 
 def _resolved(settings: Namespace, task: Any, parts: dict[str, Any]) -> dict[str, Any]:
@@ -181,10 +154,3 @@ def _resolved(settings: Namespace, task: Any, parts: dict[str, Any]) -> dict[str
     for name in TRAINER_SETS:
         del sections["sampling"][name]
     return sections
-
-
-class _Lists(yaml.SafeDumper):  # type: ignore[misc]
-    """Writes tuples as lists."""
-
-
-_Lists.add_representer(tuple, lambda dumper, value: dumper.represent_list(value))

@@ -32,6 +32,11 @@ class LoadedModel:
         """Tokens the model has; its tokenizer may use fewer."""
         return int(self.model.get_input_embeddings().num_embeddings)  # type: ignore[arg-type]
 
+    @property
+    def context(self) -> int:
+        """Most tokens the model's positions reach."""
+        return getattr(self.model.config, "max_position_embeddings", None) or 1 << 30
+
 
 def load(name: str, *, dtype: torch.dtype | None = None, device: str | torch.device = "cpu") -> LoadedModel:
     """`embedded`, `tiny`, `tiny:FAMILY`, a folder, or a hub name.

@@ -216,7 +216,7 @@ class Engine:
     @property
     def context(self) -> int:
         """Most tokens the model's positions reach."""
-        return getattr(self.loaded.model.config, "max_position_embeddings", None) or 1 << 30
+        return self.loaded.context
 
     @property
     def _page_bytes(self) -> int:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 from sparse_rl.kv import Full, KVPolicy
 from sparse_rl.objective.advantage import Estimator
@@ -12,6 +13,28 @@ from sparse_rl.rollout import Sampling
 from sparse_rl.train.update import UpdateConfig
 
 BEST = ("eval/dense/reward", "eval/sparse/reward")
+
+
+class RunConfig(Protocol):
+    """What the settings of every run have, whatever it learns from."""
+
+    @property
+    def output_dir(self) -> str: ...
+
+    @property
+    def steps(self) -> int: ...
+
+    @property
+    def seed(self) -> int: ...
+
+    @property
+    def save_every(self) -> int: ...
+
+    @property
+    def save_total_limit(self) -> int | None: ...
+
+    @property
+    def resume_from_checkpoint(self) -> bool | str: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,16 +75,19 @@ class TrainerConfig:
                 raise ValueError(f"trainer.{field} is {getattr(self, field)}; it must be at least 0.")
         if self.prompts_per_step < 1:
             raise ValueError(f"trainer.prompts_per_step is {self.prompts_per_step}; it must be at least 1.")
-        if self.seed >= 1 << 32:
-            raise ValueError(f"trainer.seed is {self.seed}; it must be below 2^32.")
         if self.best_metric not in BEST:
             raise ValueError(f"trainer.best_metric is {self.best_metric!r}; choose one of {', '.join(BEST)}.")
-        if self.save_total_limit is not None and self.save_total_limit < 1:
-            raise ValueError(
-                f"trainer.save_total_limit is {self.save_total_limit}; it must be at least 1, or left out."
-            )
-        if not self.output_dir:
-            raise ValueError("trainer.output_dir is empty; name a folder.")
+        check_run(self)
+
+
+def check_run(config: RunConfig) -> None:
+    """Refuse what no run can have."""
+    if config.seed >= 1 << 32:
+        raise ValueError(f"trainer.seed is {config.seed}; it must be below 2^32.")
+    if config.save_total_limit is not None and config.save_total_limit < 1:
+        raise ValueError(f"trainer.save_total_limit is {config.save_total_limit}; it must be at least 1, or left out.")
+    if not config.output_dir:
+        raise ValueError("trainer.output_dir is empty; name a folder.")
 
 
 def check_settings(sampling: Sampling, update: UpdateConfig, kv: KVPolicy, config: TrainerConfig) -> None:

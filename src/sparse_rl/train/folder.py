@@ -22,13 +22,13 @@ import sparse_rl
 from sparse_rl.metrics import RunLog, read_log
 from sparse_rl.model.load import LoadedModel
 from sparse_rl.train import checkpoint
-from sparse_rl.train.config import TrainerConfig
+from sparse_rl.train.config import RunConfig
 
 logger = logging.getLogger(__name__)
 
 
-def check_folder(config: TrainerConfig) -> None:
-    """Refuse to mix two runs in a folder, or to resume nothing."""
+def check_folder(config: RunConfig, section: str = "task") -> None:
+    """Refuse to mix two runs in a folder, or to resume nothing; `section` is one that only this kind of run has."""
     run, resume = Path(config.output_dir), config.resume_from_checkpoint
     names = ("run.json", *RunLog.FILES)
     taken = [name for name in names if (run / name).exists()] + [path.name for path in checkpoint.checkpoints(run)]
@@ -37,9 +37,14 @@ def check_folder(config: TrainerConfig) -> None:
         raise ValueError(f"{run} has a run in it ({taken[0]}); {remedy}give another --trainer.output_dir.")
     if resume and not (run / "run.json").exists():
         raise ValueError(f"there is no run to resume in {run}; leave out trainer.resume_from_checkpoint.")
+    recorded = _recorded(run).get("config") if resume else None
+    if recorded and section not in recorded:
+        raise ValueError(
+            f"{run} has a run of another kind in it, without {section} settings; give another --trainer.output_dir."
+        )
 
 
-def chosen_checkpoint(config: TrainerConfig) -> Path | None:
+def chosen_checkpoint(config: RunConfig) -> Path | None:
     """The checkpoint to resume from; None for a new run, or one that was stopped before its first checkpoint."""
     run, given = Path(config.output_dir), config.resume_from_checkpoint
     found = checkpoint.checkpoints(run)
@@ -65,12 +70,9 @@ def chosen_checkpoint(config: TrainerConfig) -> Path | None:
 def start_record(run: Path, settings: dict[str, Any], loaded: LoadedModel) -> None:
     """run.json: the settings and the machine of the last start, and when the run was first started."""
     path = run / "run.json"
-    started = datetime.now(UTC).isoformat(timespec="seconds")
-    if path.exists():
-        try:
-            started = json.loads(path.read_text())["started"]
-        except (ValueError, KeyError, TypeError):
-            logger.warning("%s was damaged; it is written anew.", path)
+    started = _recorded(run).get("started")
+    if path.exists() and started is None:
+        logger.warning("%s was damaged; it is written anew.", path)
     device = loaded.model.device
     hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()} CPU"
     record = {
@@ -85,11 +87,20 @@ def start_record(run: Path, settings: dict[str, Any], loaded: LoadedModel) -> No
         },
         "hardware": f"{hardware}, {torch.get_num_threads()} threads",
         "parameters": sum(parameter.numel() for parameter in loaded.model.parameters()),
-        "started": started,
+        "started": started or datetime.now(UTC).isoformat(timespec="seconds"),
     }
     temporary = path.with_suffix(".tmp")
     temporary.write_text(json.dumps(record, indent=1) + "\n")
     os.replace(temporary, path)
+
+
+def _recorded(run: Path) -> dict[str, Any]:
+    """What run.json says; nothing if it is missing or damaged."""
+    try:
+        record = json.loads((run / "run.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return record if isinstance(record, dict) else {}
 
 
 def lock(run: Path) -> IO[str]:
