@@ -7,7 +7,7 @@ import importlib
 import os
 import sys
 
-COMMANDS = ("train", "generate", "report", "bench")
+COMMANDS = ("train", "plan", "generate", "report", "bench")
 
 USAGE = """usage: sparse-rl COMMAND ...
 
@@ -15,6 +15,7 @@ Reinforcement learning of language models whose rollouts run on a sparse KV cach
 
 commands:
   train      train a model on a task; without a setting, the embedded model on the embedded task
+  plan       what a training run holds in memory, whether it fits, and what to change if it does not
   generate   sample from a model whose KV cache is compressed while it decodes
   report     one HTML page with plots and tables of one or several runs
   bench      how fast rollouts are, against the roofline and against other engines
