@@ -130,8 +130,9 @@ def _size(model: str, shape: str | None, dtype: str | None, cuda: bool, download
             config = model_config(model, download=True)
         else:
             raise
-    own = not (model == "embedded" or model.startswith("tiny"))  # those are loaded in fp32
-    return model_size(config, model, chosen or (own and config.dtype) or torch.float32)
+    if chosen is None and not (model == "embedded" or model.startswith("tiny")):  # those are loaded in fp32
+        chosen = config.dtype if isinstance(config.dtype, torch.dtype) else model_dtype(config.dtype)
+    return model_size(config, model, chosen or torch.float32)
 
 
 def _run(size: ModelSize, settings: Namespace, parts: dict[str, Any], prompt: int, ranks: int) -> Run:
