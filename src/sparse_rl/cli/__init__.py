@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 
-COMMANDS = ("train", "sft", "generate", "report", "bench")
+COMMANDS = ("train", "sft", "plan", "generate", "report", "bench")
 
 USAGE = """usage: sparse-rl COMMAND ...
 
@@ -17,6 +17,7 @@ Reinforcement learning of language models whose rollouts run on a sparse KV cach
 commands:
   train      train a model on a task; without a setting, the embedded model on the embedded task
   sft        teach a model completions to imitate, so that training has something to reward
+  plan       what a training run holds in memory, whether it fits, and what to change if it does not
   generate   sample from a model whose KV cache is compressed while it decodes
   report     one HTML page with plots and tables of one or several runs
   bench      how fast rollouts are, against the roofline and against other engines

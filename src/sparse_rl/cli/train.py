@@ -31,21 +31,20 @@ too (--num_generations, --learning_rate, ...).
 TRAINER_SETS = ("seed", "top_logprobs")  # of the sampling settings
 
 
-def run(arguments: list[str]) -> None:
-    settings = parse(_parser(), _configs_first(_with_recipe(translate(arguments))), tuple(NAMES))
+def read(arguments: list[str], parser: ArgumentParser) -> tuple[Namespace, Any, dict[str, Any]]:
+    """The settings that were given, the task's, and those of all other components, checked."""
+    settings = parse(parser, _configs_first(_with_recipe(translate(arguments))), tuple(NAMES))
     from sparse_rl.config import build_correction, build_kv, build_section, build_task
     from sparse_rl.evaluate import EvalConfig
-    from sparse_rl.model.load import load
     from sparse_rl.objective.loss import LossConfig
     from sparse_rl.rollout import EngineConfig, Sampling
-    from sparse_rl.train import OptimizerConfig, Trainer, TrainerConfig, UpdateConfig
+    from sparse_rl.train import OptimizerConfig, TrainerConfig, UpdateConfig
     from sparse_rl.train.config import check_settings
-    from sparse_rl.train.folder import check_folder
 
     for key in ("model", "device", "kv", "task", "correction"):
         if settings[key] is None:
             raise ValueError(f"{key} is null; give it a value or leave it out.")
-    dtype = model_dtype(settings.dtype)
+    model_dtype(settings.dtype)  # or it is unknown
     task = build_task(settings["task"])
     parts: dict[str, Any] = {
         "kv": build_kv(settings["kv"]),
@@ -59,29 +58,42 @@ def run(arguments: list[str]) -> None:
         "config": build_section(TrainerConfig, "trainer", settings["trainer"]),
     }
     check_settings(parts["sampling"], parts["update"], parts["kv"], parts["config"])
+    return settings, task, parts
+
+
+def run(arguments: list[str]) -> None:
+    settings, task, parts = read(arguments, _parser())
+    from sparse_rl.cli.plan import plan_comments, warn_of_memory
+
     if settings.dry_run:
         print(to_yaml(_resolved(settings, task, parts)), end="")
+        print("\n".join(plan_comments(settings, parts)))
         return
+    from sparse_rl.model.load import load
     from sparse_rl.report.live import Live
+    from sparse_rl.train import Trainer
+    from sparse_rl.train.folder import check_folder
 
     logging.basicConfig(format="sparse-rl: %(levelname)s: %(message)s", level=logging.WARNING, stream=sys.stderr)
     check_folder(parts["config"])
     quiet_bars()
-    loaded = load(settings.model, dtype=dtype, device=settings.device)
+    warn_of_memory(settings, parts)
+    loaded = load(settings.model, dtype=model_dtype(settings.dtype), device=settings.device)
     Trainer(loaded, task.build(loaded.tokenizer), observers=(Live(),), **parts).train()
 
 
-def _parser() -> ArgumentParser:
+def _parser(command: str = "train", description: str = DESCRIPTION) -> ArgumentParser:
     from sparse_rl.config import add_correction_section, add_kv_section, add_section, add_task_section
     from sparse_rl.evaluate import EvalConfig
     from sparse_rl.objective.loss import LossConfig
     from sparse_rl.rollout import EngineConfig, Sampling
     from sparse_rl.train import OptimizerConfig, TrainerConfig, UpdateConfig
 
-    parser = make_parser("train", DESCRIPTION)
+    parser = make_parser(command, description)
     parser.add_argument("--config", action="config", help="YAML file with any of these settings, or a recipe's name")
     add_model(parser, default="embedded")
-    parser.add_argument("--dry-run", action="store_true", help="print all settings as YAML, and stop")
+    if command == "train":
+        parser.add_argument("--dry-run", action="store_true", help="print all settings as YAML and the plan, and stop")
     add_section(parser, "trainer", TrainerConfig)
     add_task_section(parser)
     add_kv_section(parser)
@@ -101,7 +113,7 @@ def _parser() -> ArgumentParser:
 
 def _with_recipe(arguments: list[str]) -> list[str]:
     """The default recipe before everything else, unless a model or a config is named."""
-    named = any(argument.split("=")[0] in ("--model", "--config") for argument in arguments)
+    named = any(argument.split("=")[0] in ("--model", "--config", "--shape") for argument in arguments)
     return arguments if named else ["--config", "default.yaml", *arguments]
 
 

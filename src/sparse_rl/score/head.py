@@ -74,7 +74,15 @@ class Head:
         hidden = self.model.get_decoder()(**inputs).last_hidden_state[0, predicting]
         output = self.model.get_output_embeddings()
         fused = FusedScores.apply(
-            hidden, output.weight, getattr(output, "bias", None), token_ids, at_ids, self.map, temperature, num_top
+            hidden,
+            output.weight,
+            getattr(output, "bias", None),
+            token_ids,
+            at_ids,
+            self.map,
+            temperature,
+            num_top,
+            getattr(output.weight, "master", None),
         )
         return TokenScores(logprobs=fused[0], at_ids=fused[1], top_ids=fused[2], top_logprobs=fused[3])
 
@@ -82,7 +90,7 @@ class Head:
 class FusedScores(torch.autograd.Function):
     """Hidden states to scores, without the logits in between.
 
-    The weight's gradient is summed over the chunks in fp32, and rounded once.
+    The weight's gradient is summed over the chunks in fp32: into its master's, or else rounded once.
     """
 
     @staticmethod
@@ -96,8 +104,9 @@ class FusedScores(torch.autograd.Function):
         logit_map: LogitMap,
         temperature: float,
         num_top: int,
+        master: torch.Tensor | None,
     ) -> tuple[torch.Tensor | None, ...]:
-        ctx.map, ctx.temperature = logit_map, temperature
+        ctx.map, ctx.temperature, ctx.master = logit_map, temperature, master
         parts: list[tuple[torch.Tensor, ...]] = []
         for part in _chunks(len(token_ids), weight):
             logits = logit_map(linear(hidden[part], weight, bias))
@@ -124,7 +133,7 @@ class FusedScores(torch.autograd.Function):
         wide = torch.float32 if weight.dtype.itemsize < 4 else weight.dtype
         to_hidden, to_weight, to_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.empty_like(hidden) if to_hidden else None
-        grad_weight = torch.zeros_like(weight, dtype=wide) if to_weight else None
+        grad_weight = _sum_of(ctx.master, weight, wide) if to_weight else None
         grad_bias = torch.zeros_like(bias, dtype=wide) if to_bias else None
         for part in _chunks(len(token_ids), weight):
             logits = ctx.map(linear(hidden[part], weight, bias))
@@ -137,7 +146,18 @@ class FusedScores(torch.autograd.Function):
                 _add_product(grad_weight, grad_logits.T, hidden[part])
             if grad_bias is not None:
                 grad_bias += grad_logits.sum(0, dtype=wide)
-        return grad_hidden, grad_weight, grad_bias, None, None, None, None, None
+        if ctx.master is not None:
+            grad_weight = None  # it is where it belongs
+        return grad_hidden, grad_weight, grad_bias, None, None, None, None, None, None
+
+
+def _sum_of(master: torch.Tensor | None, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Where the weight's gradient is summed."""
+    if master is None:
+        return torch.zeros_like(weight, dtype=dtype)
+    if master.grad is None:
+        master.grad = torch.zeros_like(master)
+    return master.grad
 
 
 def _chunks(num_tokens: int, weight: torch.Tensor) -> list[slice]:

@@ -26,6 +26,8 @@ class MasterWeights:
             raise ValueError("the model has no parameter that requires a gradient; there is nothing to train.")
         for hook in getattr(module, HOOKS, []):  # of masters that were here before
             hook.remove()
+        for parameter, master in zip(self.parameters, self.masters, strict=True):
+            parameter.master = None if master is parameter else master  # type: ignore[attr-defined]
         hooks = [
             parameter.register_post_accumulate_grad_hook(_move_gradient(master))
             for parameter, master in zip(self.parameters, self.masters, strict=True)

@@ -36,6 +36,7 @@ from sparse_rl.train.folder import check_folder, chosen_checkpoint, differences,
 from sparse_rl.train.learner import Learner, OptimizerConfig
 from sparse_rl.train.master import MasterWeights
 from sparse_rl.train.observer import Observer
+from sparse_rl.train.peaks import MemoryPeaks
 from sparse_rl.train.record import completion_records, rejected_records, rollout_metrics
 from sparse_rl.train.update import UpdateConfig, Updated, update
 from sparse_rl.types import Rollout
@@ -96,6 +97,7 @@ class Trainer:
         self.rollout_stats = self.engine.stats
         self.best: dict[str, Any] = {"checkpoint": None, "value": None}
         self.timer = Timer()
+        self.peaks = MemoryPeaks(loaded.model.device)
         self.warned: set[str] = set()
 
     def train(self) -> None:
@@ -112,7 +114,7 @@ class Trainer:
                 with self.timer("reward"):
                     graded = self.task.rewards.grade(rollouts, self.loaded.tokenizer)
                 advantages_R = self._advantages(rollouts, graded)
-                with self.timer("update"):
+                with self.timer("update"), self.peaks("update"):
                     updated = self._learn(rollouts, advantages_R)
                 self.step += 1
                 self._record(rollouts, graded, advantages_R, updated)
@@ -128,7 +130,7 @@ class Trainer:
     def _roll_out(self) -> list[Rollout]:
         start = self.step * self.config.prompts_per_step
         prompts = self.task.stream(start, self.config.prompts_per_step, self.config.seed)
-        with self.timer("rollout"):
+        with self.timer("rollout"), self.peaks("rollout"):
             rollouts = self.engine.generate(prompts, self._sampling_of(self.step), on_step=self._progress("rollout"))
         self.num_tokens += sum(len(rollout.prompt.ids) + len(rollout.token_ids) for rollout in rollouts)
         self.rollout_stats = self.engine.stats
@@ -181,6 +183,7 @@ class Trainer:
             metrics["kv/peak_bytes"] = self.rollout_stats.peak_bytes
             metrics["rollout/preemptions"] = self.rollout_stats.num_preemptions
             metrics["time/capture_s"] = self.rollout_stats.capture_s
+        metrics |= self.peaks.bytes if self.step else {}
         metrics |= self.timer.seconds | {"step_time": time.perf_counter() - began}
         self.timer = Timer()
         self.log.write("metrics.jsonl", metrics)
