@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import lru_cache, partial
 from typing import Any, Literal
 
 import torch
@@ -31,7 +32,8 @@ def learner_layers(model: PreTrainedModel, activations: Activations, *, compiles
         keep_out_of_compiled_code()
     try:
         for layer in layers:
-            layer.forward = _wrapped(layer.forward, activations, compiles)
+            forward = partial(_compiled(type(layer).forward), layer) if compiles else layer.forward
+            layer.forward = _wrapped(forward, activations)
         with torch._dynamo.config.patch(recompile_limit=MAX_VARIANTS) if compiles else nullcontext():
             yield
     finally:
@@ -43,13 +45,17 @@ def decoder_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
     return [layer for child in model.base_model.children() if isinstance(child, torch.nn.ModuleList) for layer in child]
 
 
-def _wrapped(forward: Callable[..., Any], activations: Activations, compiles: bool) -> Callable[..., Any]:
-    inner = torch.compile(forward, dynamic=True, options=COMPILER) if compiles else forward
+@lru_cache
+def _compiled(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """One for all layers of a kind: they differ in their parameters alone."""
+    return torch.compile(forward, dynamic=True, options=COMPILER)
 
+
+def _wrapped(forward: Callable[..., Any], activations: Activations) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         if activations == "keep" or not torch.is_grad_enabled():
-            return inner(*args, **kwargs)
+            return forward(*args, **kwargs)
         with save_on_cpu(pin_memory=True) if activations == "offload" else nullcontext():
-            return checkpoint(inner, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+            return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
     return run
