@@ -7,7 +7,7 @@ import importlib
 import os
 import sys
 
-COMMANDS = ("train", "generate", "report", "bench")
+COMMANDS = ("train", "generate", "report", "export", "bench")
 
 USAGE = """usage: sparse-rl COMMAND ...
 
@@ -17,6 +17,7 @@ commands:
   train      train a model on a task; without a setting, the embedded model on the embedded task
   generate   sample from a model whose KV cache is compressed while it decodes
   report     one HTML page with plots and tables of one or several runs
+  export     a checkpoint as a plain Hugging Face model, adapters merged
   bench      how fast rollouts are, against the roofline and against other engines
 
 `sparse-rl COMMAND --help` lists the settings of a command.
