@@ -2,8 +2,8 @@
 """Low-rank adapters, through peft: W x becomes W x + (alpha / r) B A x, and only A and B are trained.
 
 They are put into the Hugging Face module in place, so sampler and learner share them as they share everything else. B
-starts at 0: before the first update the adapted module is the base. What `save_pretrained` then writes is a folder in
-peft's layout that holds the adapters alone; `merge` adds such a folder to the weights of its base.
+starts at 0: before the first update the adapted module is the base. A checkpoint holds the adapters alone, in peft's
+layout; `merge` adds such a folder to the weights of its base.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
 ALL = "all-linear"
@@ -60,6 +61,18 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig, seed: int) -> None:
         model.add_adapter(settings)
     model.train(model.training)  # what is new among its parts too
     model.peft_config["default"].base_model_name_or_path = _lasting_name(model.config.name_or_path)
+
+
+def save_model(model: PreTrainedModel, folder: Path) -> None:
+    """The model in Hugging Face layout, or its adapters alone in peft's."""
+    if not getattr(model, "_hf_peft_config_loaded", False):
+        model.save_pretrained(folder)
+        return
+    # Not the library's own `save_pretrained`, which asks the hub each time whether the base's vocabulary has changed.
+    state = _peft("the model has adapters").get_peft_model_state_dict(model, save_embedding_layers=False)
+    weights = {f"base_model.model.{name}": value.contiguous() for name, value in state.items()}
+    save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    model.peft_config["default"].save_pretrained(folder)
 
 
 @contextmanager

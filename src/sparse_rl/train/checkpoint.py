@@ -27,6 +27,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from sparse_rl.model.load import LoadedModel
+from sparse_rl.model.lora import save_model
 from sparse_rl.train.learner import Learner
 
 STATE = "trainer_state.json"
@@ -38,7 +39,7 @@ def save(folder: Path, loaded: LoadedModel, learner: Learner, state: dict[str, A
     remove(temporary)
     try:
         temporary.mkdir(parents=True)
-        loaded.model.save_pretrained(temporary)
+        save_model(loaded.model, temporary)
         loaded.tokenizer.save_pretrained(temporary)
         save_file(learner.masters.state_dict(), temporary / "masters.safetensors")
         torch.save(learner.optimizer.state_dict(), temporary / "optimizer.pt")
@@ -90,8 +91,8 @@ def restore(folder: Path, learner: Learner, num_updates: int) -> None:
     wrong += [name for name in ours if name in masters and ours[name].shape != masters[name].shape]
     if wrong:
         raise ValueError(
-            f"checkpoint {folder} is of another model ({wrong[0]} differs); give the model it was trained from, and its "
-            "lora settings."
+            f"checkpoint {folder} is of another model ({wrong[0]} differs); give the model it was trained from, and "
+            "its lora settings."
         )
     learner.masters.load_state_dict(masters)
     saved = torch.load(folder / "optimizer.pt", weights_only=True, map_location="cpu")

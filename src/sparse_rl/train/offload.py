@@ -54,9 +54,7 @@ class HostMasters(MasterWeights):
         if self.stream is not None:
             self.stream.synchronize()  # nobody reads the buffers or the masters any more
 
-    def _fetch(
-        self, chunk: list[int], buffer: torch.Tensor
-    ) -> tuple[dict[int, torch.Tensor], torch.cuda.Event | None]:
+    def _fetch(self, chunk: list[int], buffer: torch.Tensor) -> tuple[dict[int, torch.Tensor], torch.cuda.Event | None]:
         """The gradients of some parameters, in the buffer as soon as the event has happened."""
         chunk = [i for i in chunk if self.holders[i].grad is not None]
         places = buffer[: sum(self.masters[i].numel() for i in chunk)].split([self.masters[i].numel() for i in chunk])
