@@ -53,7 +53,6 @@ def load(name: str, *, dtype: torch.dtype | None = None, device: str | torch.dev
         model, tokenizer = _from_adapter(Path(name), dtype)
     else:
         model, tokenizer = _from_pretrained(name, dtype)
-    _say_what_is_ignored(model)
     model.to(device=torch.device(device))  # type: ignore[call-arg]
     model.eval()
     return LoadedModel(model=model, tokenizer=tokenizer, shape=dry_run(model))
@@ -144,4 +143,5 @@ def _from_pretrained(name: str, dtype: torch.dtype | None) -> tuple[PreTrainedMo
         )
     if getattr(model, "_hf_peft_config_loaded", False):
         raise ValueError(f"model {name!r} is an adapter on the hub; download it, and give its folder.")
+    _say_what_is_ignored(model)
     return model, tokenizer

@@ -8,6 +8,7 @@ layout; `merge` adds such a folder to the weights of its base.
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -139,14 +140,13 @@ def _check_target(model: PreTrainedModel, target: tuple[str, ...]) -> None:
             raise ValueError(f"lora.target has {given!r}; this model's projections are {', '.join(known)}.")
 
 
-def _lasting_name(name: str) -> str:
+def _lasting_name(name: str | None) -> str | None:
     """A model's name that means the same from every working folder."""
     return str(Path(name).resolve()) if name and Path(name).is_dir() else name
 
 
 def _peft(reason: str) -> Any:
     try:
-        import peft
+        return importlib.import_module("peft")
     except ImportError as error:
         raise ValueError(f"{reason}, which needs peft; pip install peft.") from error
-    return peft

@@ -48,8 +48,8 @@ def _model(folder: Path, dtype: torch.dtype | None) -> PreTrainedModel:
         model = load(lora.base_name(folder), dtype=trained).model
         lora.merge(model, folder, dtype=dtype, masters=masters)
         return model
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.promote_types(trained, dtype))
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(masters.get(name, parameter))
-    return model.to(dtype)
+    return model

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import math
 from collections.abc import Callable
@@ -132,7 +133,6 @@ def _set_rate(group: dict[str, Any], rate: float) -> None:
 
 def _torchao() -> Any:
     try:
-        import torchao.optim
+        return importlib.import_module("torchao.optim")
     except ImportError as error:
         raise ValueError("optimizer.kind is 'adamw_8bit', which needs torchao; pip install torchao.") from error
-    return torchao.optim
