@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 
-COMMANDS = ("train", "sft", "plan", "generate", "report", "bench")
+COMMANDS = ("train", "sft", "plan", "generate", "report", "export", "bench")
 
 USAGE = """usage: sparse-rl COMMAND ...
 
@@ -20,6 +20,7 @@ commands:
   plan       what a training run holds in memory, whether it fits, and what to change if it does not
   generate   sample from a model whose KV cache is compressed while it decodes
   report     one HTML page with plots and tables of one or several runs
+  export     a checkpoint as a plain Hugging Face model, adapters merged
   bench      how fast rollouts are, against the roofline and against other engines
 
 `sparse-rl COMMAND --help` lists the settings of a command.

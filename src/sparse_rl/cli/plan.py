@@ -140,14 +140,11 @@ def _run(size: ModelSize, settings: Namespace, parts: dict[str, Any], prompt: in
     from sparse_rl.objective.mismatch import overlap_ids
     from sparse_rl.plan import Run
 
-    engine, update, optimizer, lora = (parts.get(name) for name in ("engine", "update", "optimizer", "lora"))
-    assert engine is not None and update is not None
+    engine, update, optimizer, lora = (parts[name] for name in ("engine", "update", "optimizer", "lora"))
     pool_pages = engine.pool_pages
     if engine.pool_bytes is not None:
         pool_pages = engine.pool_bytes // (engine.page_size * size.attention.entry_bytes)
-    rank = getattr(lora, "r", 0) or 0
-    target = getattr(lora, "target", ())
-    targets = () if target == "all-linear" else (target,) if isinstance(target, str) else tuple(target)
+    targets = () if lora.target == ("all-linear",) else lora.target
     return Run(
         kv=parts["kv"],
         rows=engine.rows,
@@ -160,10 +157,10 @@ def _run(size: ModelSize, settings: Namespace, parts: dict[str, Any], prompt: in
         prefill_tokens=engine.max_prefill_tokens,
         top_logprobs=overlap_ids(size.vocabulary),
         graphs=engine.graphs,
-        activations=getattr(update, "activations", "keep"),
-        moments=getattr(optimizer, "moments", "fp32"),
-        moments_on_host=getattr(optimizer, "offload", False),
+        activations=update.activations,
+        moments="8bit" if optimizer.kind == "adamw_8bit" else "fp32",
+        on_host=optimizer.offload,
         reference=parts["loss"].beta > 0,
-        lora=size.adapters(rank, targets) if rank else 0,
+        lora=size.adapters(lora.r, targets) if lora.r else 0,
         ranks=ranks,
     )

@@ -25,6 +25,7 @@ too (--num_generations, --learning_rate, ...).
   sparse-rl train --trainer.output_dir runs/first
   sparse-rl train --config qwen2.5-1.5b.yaml --task.train_file train.jsonl --task.rewards rewards.py:accuracy
   sparse-rl train --trainer.output_dir runs/first --trainer.resume_from_checkpoint true
+  sparse-rl train --lora.r 16 --optimizer.learning_rate 1e-5 --trainer.output_dir runs/adapters
   sparse-rl train --kv.policy snapkv --kv.budget 64 --correction.preset tis --dry-run
 """
 
@@ -36,6 +37,7 @@ def read(arguments: list[str], parser: ArgumentParser) -> tuple[Namespace, Any, 
     settings = parse(parser, _configs_first(_with_recipe(translate(arguments))), tuple(NAMES))
     from sparse_rl.config import build_correction, build_kv, build_section, build_task
     from sparse_rl.evaluate import EvalConfig
+    from sparse_rl.model.lora import LoraConfig
     from sparse_rl.objective.loss import LossConfig
     from sparse_rl.rollout import EngineConfig, Sampling
     from sparse_rl.train import OptimizerConfig, TrainerConfig, UpdateConfig
@@ -54,6 +56,7 @@ def read(arguments: list[str], parser: ArgumentParser) -> tuple[Namespace, Any, 
         "loss": build_section(LossConfig, "loss", settings["loss"]),
         "update": build_section(UpdateConfig, "update", settings["update"]),
         "optimizer": build_section(OptimizerConfig, "optimizer", settings["optimizer"]),
+        "lora": build_section(LoraConfig, "lora", settings["lora"]),
         "eval": build_section(EvalConfig, "eval", settings["eval"]),
         "config": build_section(TrainerConfig, "trainer", settings["trainer"]),
     }
@@ -85,6 +88,7 @@ def run(arguments: list[str]) -> None:
 def _parser(command: str = "train", description: str = DESCRIPTION) -> ArgumentParser:
     from sparse_rl.config import add_correction_section, add_kv_section, add_section, add_task_section
     from sparse_rl.evaluate import EvalConfig
+    from sparse_rl.model.lora import LoraConfig
     from sparse_rl.objective.loss import LossConfig
     from sparse_rl.rollout import EngineConfig, Sampling
     from sparse_rl.train import OptimizerConfig, TrainerConfig, UpdateConfig
@@ -102,6 +106,7 @@ def _parser(command: str = "train", description: str = DESCRIPTION) -> ArgumentP
     for name, component in (
         ("loss", LossConfig),
         ("optimizer", OptimizerConfig),
+        ("lora", LoraConfig),
         ("update", UpdateConfig),
         ("eval", EvalConfig),
         ("engine", EngineConfig),
@@ -161,7 +166,7 @@ def _resolved(settings: Namespace, task: Any, parts: dict[str, Any]) -> dict[str
     sections["kv"] = {"policy": parts["kv"].name, **asdict(parts["kv"])}
     given = {key: value for key, value in asdict(parts["correction"]).items() if value is not None}
     sections["correction"] = {"preset": settings.correction.preset, **given}
-    for name in ("sampling", "loss", "optimizer", "update", "eval", "engine"):
+    for name in ("sampling", "loss", "optimizer", "lora", "update", "eval", "engine"):
         sections[name] = asdict(parts[name])
     for name in TRAINER_SETS:
         del sections["sampling"][name]

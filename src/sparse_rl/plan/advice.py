@@ -123,16 +123,16 @@ def _activations(kind: str) -> Change:
     return change
 
 
-def _moments_to_host(plan: Plan) -> tuple[str, Run] | None:
-    if plan.run.moments_on_host or plan.run.lora or not plan.device.cuda:
+def _optimizer_to_host(plan: Plan) -> tuple[str, Run] | None:
+    if plan.run.on_host or plan.run.lora or not plan.device.cuda:
         return None
-    return "optimizer.offload true", replace(plan.run, moments_on_host=True)
+    return "optimizer.offload true", replace(plan.run, on_host=True)
 
 
 def _moments_in_8bit(plan: Plan) -> tuple[str, Run] | None:
-    if plan.run.moments == "8bit" or plan.run.moments_on_host or plan.run.lora:
+    if plan.run.moments == "8bit" or plan.run.on_host or plan.run.lora:
         return None
-    return "optimizer.moments 8bit", replace(plan.run, moments="8bit")
+    return "optimizer.kind adamw_8bit", replace(plan.run, moments="8bit")
 
 
 def _fewer_rows(plan: Plan) -> tuple[str, Run] | None:
@@ -184,7 +184,7 @@ CHANGES: tuple[tuple[str, Change], ...] = (
     ("rollouts take longer", _fewer_rows),
     ("and hidden states travel to host memory", _activations("offload")),
     ("moments are rounded", _moments_in_8bit),
-    ("the optimizer steps in host memory", _moments_to_host),
+    ("the optimizer steps in host memory", _optimizer_to_host),
     ("rollouts are sparse, and corrected for it", _sparse),
     ("rollouts are sparser", _smaller_budget),
     ("as many GPUs", _more_ranks),

@@ -62,7 +62,7 @@ class Run:
     graphs: bool = True
     activations: Literal["keep", "recompute", "offload"] = "keep"
     moments: Literal["fp32", "8bit"] = "fp32"
-    moments_on_host: bool = False
+    on_host: bool = False  # masters and moments
     reference: bool = False
     lora: int = 0  # parameters of the adapters; 0 trains the model itself
     ranks: int = 1  # processes that share masters, gradients and moments
@@ -209,14 +209,20 @@ def _resident(size: ModelSize, run: Run) -> list[Footprint]:
     lines = [
         Footprint(name="weights", bytes=size.parameters * item, stages=ALWAYS, formula=f"{size.parameters:,} x {item}"),
         Footprint(name="LoRA adapters", bytes=run.lora * item, stages=ALWAYS, formula=f"{run.lora:,} x {item}"),
-        Footprint(name="masters", bytes=own_masters * share * full, stages=ALWAYS, formula=f"{names}{of} x {full}"),
+        Footprint(
+            name="masters",
+            bytes=(own_masters or run.on_host) * share * full,
+            stages=ALWAYS,
+            formula=f"{names}{of} x {full}",
+            where="host" if run.on_host else "device",
+        ),
         Footprint(name="gradients", bytes=share * full, stages=LEARNING, formula=f"{names}{of} x {full}"),
         Footprint(
             name="optimizer moments",
             bytes=moments,
             stages=ALWAYS,
             formula=text,
-            where="host" if run.moments_on_host else "device",
+            where="host" if run.on_host else "device",
         ),
     ]
     if run.reference and not run.lora:  # under LoRA it is the model without its adapters

@@ -82,7 +82,7 @@ class Head:
             self.map,
             temperature,
             num_top,
-            getattr(output.weight, "master", None),
+            getattr(output.weight, "gradient_holder", None),
         )
         return TokenScores(logprobs=fused[0], at_ids=fused[1], top_ids=fused[2], top_logprobs=fused[3])
 
@@ -90,7 +90,7 @@ class Head:
 class FusedScores(torch.autograd.Function):
     """Hidden states to scores, without the logits in between.
 
-    The weight's gradient is summed over the chunks in fp32: into its master's, or else rounded once.
+    The weight's gradient is summed over the chunks in fp32: into its master's gradient, or else rounded once.
     """
 
     @staticmethod
@@ -104,9 +104,9 @@ class FusedScores(torch.autograd.Function):
         logit_map: LogitMap,
         temperature: float,
         num_top: int,
-        master: torch.Tensor | None,
+        holder: torch.Tensor | None,
     ) -> tuple[torch.Tensor | None, ...]:
-        ctx.map, ctx.temperature, ctx.master = logit_map, temperature, master
+        ctx.map, ctx.temperature, ctx.holder = logit_map, temperature, holder
         parts: list[tuple[torch.Tensor, ...]] = []
         for part in _chunks(len(token_ids), weight):
             logits = logit_map(linear(hidden[part], weight, bias))
@@ -133,7 +133,7 @@ class FusedScores(torch.autograd.Function):
         wide = torch.float32 if weight.dtype.itemsize < 4 else weight.dtype
         to_hidden, to_weight, to_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.empty_like(hidden) if to_hidden else None
-        grad_weight = _sum_of(ctx.master, weight, wide) if to_weight else None
+        grad_weight = _sum_of(ctx.holder, weight, wide) if to_weight else None
         grad_bias = torch.zeros_like(bias, dtype=wide) if to_bias else None
         for part in _chunks(len(token_ids), weight):
             logits = ctx.map(linear(hidden[part], weight, bias))
@@ -146,18 +146,18 @@ class FusedScores(torch.autograd.Function):
                 _add_product(grad_weight, grad_logits.T, hidden[part])
             if grad_bias is not None:
                 grad_bias += grad_logits.sum(0, dtype=wide)
-        if ctx.master is not None:
+        if ctx.holder is not None:
             grad_weight = None  # it is where it belongs
         return grad_hidden, grad_weight, grad_bias, None, None, None, None, None, None
 
 
-def _sum_of(master: torch.Tensor | None, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _sum_of(holder: torch.Tensor | None, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Where the weight's gradient is summed."""
-    if master is None:
+    if holder is None:
         return torch.zeros_like(weight, dtype=dtype)
-    if master.grad is None:
-        master.grad = torch.zeros_like(master)
-    return master.grad
+    if holder.grad is None:
+        holder.grad = torch.zeros(holder.shape, dtype=holder.dtype, device=holder.device)
+    return holder.grad
 
 
 def _chunks(num_tokens: int, weight: torch.Tensor) -> list[slice]:

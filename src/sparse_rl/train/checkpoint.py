@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints: `checkpoint-N` in Hugging Face layout, and beside the model what resuming needs.
 
-    config.json, model.safetensors, tokenizer ...   loads with from_pretrained
+    config.json, model.safetensors, tokenizer ...   loads with from_pretrained; under LoRA, instead of the model,
+                                                    adapter_config.json and adapter_model.safetensors, as peft's
     masters.safetensors                             fp32 weights
     optimizer.pt                                    the optimiser's state
     trainer_state.json                              step, settings, best evaluation, sizes of the run's logs, and
@@ -26,6 +27,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from sparse_rl.model.load import LoadedModel
+from sparse_rl.model.lora import save_model
 from sparse_rl.train.learner import Learner
 
 STATE = "trainer_state.json"
@@ -37,18 +39,14 @@ def save(folder: Path, loaded: LoadedModel, learner: Learner, state: dict[str, A
     remove(temporary)
     try:
         temporary.mkdir(parents=True)
-        loaded.model.save_pretrained(temporary)
+        save_model(loaded.model, temporary)
         loaded.tokenizer.save_pretrained(temporary)
         save_file(learner.masters.state_dict(), temporary / "masters.safetensors")
         torch.save(learner.optimizer.state_dict(), temporary / "optimizer.pt")
         files = {str(path.relative_to(temporary)): _digest(path) for path in _files(temporary)}
         record = state | {"num_updates": learner.num_updates, "files": files}
         (temporary / STATE).write_text(json.dumps(record, indent=1) + "\n")
-        for path in [*_files(temporary), temporary]:
-            _to_disk(path)
-        remove(folder)
-        temporary.rename(folder)
-        _to_disk(folder.parent)
+        publish(temporary, folder)
     except (OSError, RuntimeError, SafetensorError) as error:  # each library has its own word for a full disk
         remove(temporary)
         first_line = str(error).strip().splitlines()[0]
@@ -56,6 +54,15 @@ def save(folder: Path, loaded: LoadedModel, learner: Learner, state: dict[str, A
     except BaseException:
         remove(temporary)
         raise
+
+
+def publish(temporary: Path, folder: Path) -> None:
+    """Bring a folder to disk, then give it its name."""
+    for path in [*_files(temporary), temporary]:
+        _to_disk(path)
+    remove(folder)
+    temporary.rename(folder)
+    _to_disk(folder.parent)
 
 
 def read_state(folder: Path) -> dict[str, Any]:
@@ -78,20 +85,27 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 def restore(folder: Path, learner: Learner, num_updates: int) -> None:
     """Put the weights and the optimiser state of a checkpoint that `read_state` found whole into the learner."""
-    masters = load_file(folder / "masters.safetensors")
+    masters = read_masters(folder)
     ours = learner.masters.state_dict()
     wrong = sorted(ours.keys() ^ masters.keys())
     wrong += [name for name in ours if name in masters and ours[name].shape != masters[name].shape]
     if wrong:
         raise ValueError(
-            f"checkpoint {folder} is of another model ({wrong[0]} differs); give the model it was trained from."
+            f"checkpoint {folder} is of another model ({wrong[0]} differs); give the model it was trained from, and "
+            "its lora settings."
         )
     learner.masters.load_state_dict(masters)
+    saved = torch.load(folder / "optimizer.pt", weights_only=True, map_location="cpu")
     settings = [{k: v for k, v in group.items() if k != "params"} for group in learner.optimizer.param_groups]
-    learner.optimizer.load_state_dict(torch.load(folder / "optimizer.pt", weights_only=True, map_location="cpu"))
-    for group, own in zip(learner.optimizer.param_groups, settings, strict=True):
-        group.update(own)  # the run's settings, not the checkpoint's
+    for group, own in zip(saved["param_groups"], settings, strict=True):
+        group.update(own)  # the run's settings, not the checkpoint's; they also decide where its state goes
+    learner.optimizer.load_state_dict(saved)
     learner.num_updates = num_updates
+
+
+def read_masters(folder: Path) -> dict[str, torch.Tensor]:
+    """The fp32 weights of a checkpoint, by the module's names."""
+    return load_file(folder / "masters.safetensors")
 
 
 def checkpoints(run: Path) -> list[Path]:

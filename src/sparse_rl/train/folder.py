@@ -87,6 +87,7 @@ def start_record(run: Path, settings: dict[str, Any], loaded: LoadedModel) -> No
         },
         "hardware": f"{hardware}, {torch.get_num_threads()} threads",
         "parameters": sum(parameter.numel() for parameter in loaded.model.parameters()),
+        "trainable_parameters": sum(p.numel() for p in loaded.model.parameters() if p.requires_grad),
         "started": started or datetime.now(UTC).isoformat(timespec="seconds"),
     }
     temporary = path.with_suffix(".tmp")

@@ -22,11 +22,13 @@ from sparse_rl.evaluate import EvalConfig, evaluate
 from sparse_rl.kv import EvictPolicy, Full, KVPolicy
 from sparse_rl.metrics import HIGH_REJECTION, RunLog, Timer
 from sparse_rl.model.load import LoadedModel
+from sparse_rl.model.lora import LoraConfig, add_adapters
 from sparse_rl.objective.advantage import advantages
 from sparse_rl.objective.correction import PRESETS, Correction, preset_name
 from sparse_rl.objective.loss import LossConfig
 from sparse_rl.objective.mismatch import overlap_ids
 from sparse_rl.rollout import Engine, EngineConfig, Sampling
+from sparse_rl.score.base_head import BaseHead
 from sparse_rl.score.head import Head
 from sparse_rl.tasks import Graded, Task
 from sparse_rl.train import checkpoint
@@ -34,7 +36,6 @@ from sparse_rl.train.callbacks import Callbacks
 from sparse_rl.train.config import TrainerConfig, check_settings
 from sparse_rl.train.folder import check_folder, chosen_checkpoint, differences, lock, start_record, task_settings
 from sparse_rl.train.learner import Learner, OptimizerConfig
-from sparse_rl.train.master import MasterWeights
 from sparse_rl.train.observer import Observer
 from sparse_rl.train.peaks import MemoryPeaks
 from sparse_rl.train.record import completion_records, rejected_records, rollout_metrics
@@ -66,6 +67,7 @@ class Trainer:
         update: UpdateConfig | None = None,
         optimizer: OptimizerConfig | None = None,
         eval: EvalConfig | None = None,
+        lora: LoraConfig | None = None,
         observers: tuple[Observer, ...] = (),
     ) -> None:
         self.loaded, self.task = loaded, task
@@ -76,18 +78,21 @@ class Trainer:
         self.correction = correction or PRESETS["sparse_rl"]
         self.loss_config, self.update_config = loss or LossConfig(), update or UpdateConfig()
         self.optimizer_config, self.eval_config = optimizer or OptimizerConfig(), eval or EvalConfig()
+        self.lora_config = lora or LoraConfig()
         self.sampling = replace(
             sampling or Sampling(n=8), top_logprobs=overlap_ids(loaded.vocab_size), seed=self.config.seed
         )
         check_settings(self.sampling, self.update_config, self.kv, self.config)
         self._check_model()
-        masters = MasterWeights(loaded.model)
+        if self.lora_config.r:
+            add_adapters(loaded.model, self.lora_config, self.config.seed)
+        masters = self.optimizer_config.masters(loaded.model)
         total = self.config.steps * self.update_config.num_updates
         self.learner = Learner(
             Head(loaded.model),
             self.optimizer_config.build(masters),
             masters,
-            ref_head=Head(copy.deepcopy(loaded.model).requires_grad_(False)) if self.loss_config.beta > 0 else None,
+            ref_head=self._reference() if self.loss_config.beta > 0 else None,
             rate=lambda update: self.optimizer_config.rate(update, total),
         )
         self.engine = Engine(loaded, self.kv, self.engine_config)
@@ -300,6 +305,12 @@ class Trainer:
                 f"trainer.steps is {self.config.steps}, but {folder.name} is beyond it; raise trainer.steps, or resume "
                 "from an earlier checkpoint."
             )
+        kind = state["settings"]["optimizer"].get("kind", "adamw")
+        if kind != self.optimizer_config.kind:
+            raise ValueError(
+                f"optimizer.kind is {self.optimizer_config.kind!r}, but {folder.name} was written with {kind!r}, whose "
+                "state the other cannot read; resume with that."
+            )
         RunLog.check(Path(self.config.output_dir), state["logs"])
         checkpoint.restore(folder, self.learner, state["num_updates"])
         changed = differences(state["settings"], json.loads(json.dumps(self.settings())))
@@ -323,9 +334,16 @@ class Trainer:
             "loss": asdict(self.loss_config),
             "update": asdict(self.update_config),
             "optimizer": asdict(self.optimizer_config),
+            "lora": asdict(self.lora_config),
             "eval": asdict(self.eval_config),
             "trainer": asdict(self.config),
         }
+
+    def _reference(self) -> Head:
+        """The model as it is now: the module without its adapters, or a copy."""
+        if self.lora_config.r:
+            return BaseHead(self.loaded.model)
+        return Head(copy.deepcopy(self.loaded.model).requires_grad_(False))
 
     def _check_model(self) -> None:
         for name, module in self.loaded.model.named_modules():
