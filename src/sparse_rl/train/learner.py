@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,8 +13,6 @@ import torch
 from sparse_rl.objective.correction import check_choices
 from sparse_rl.score.head import Head
 from sparse_rl.train.master import MasterWeights
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,13 +89,12 @@ class Learner:
         self.num_updates += 1
         metrics = {"learning_rate": float(self.optimizer.param_groups[0]["lr"])}
         if skip:
+            self.masters.zero_grad()
             return metrics | {"grad_norm": 0.0, "correction/skipped_updates": 1.0}
         norm = float(torch.nn.utils.clip_grad_norm_(self.masters.masters, max_grad_norm))
         finite = math.isfinite(norm)
         if finite:
             self.optimizer.step()
             self.masters.publish()
-        else:
-            logger.warning("the gradient norm is %s: this update changes nothing.", norm)
         self.masters.zero_grad()
         return metrics | {"grad_norm": norm, "correction/skipped_updates": float(not finite)}
