@@ -2,9 +2,10 @@
 """From rollouts with rewards to updated weights."""
 
 from sparse_rl.train.config import TrainerConfig
+from sparse_rl.train.guards import Stopped
 from sparse_rl.train.learner import Learner, OptimizerConfig
 from sparse_rl.train.observer import Observer
 from sparse_rl.train.trainer import Trainer
 from sparse_rl.train.update import UpdateConfig
 
-__all__ = ["Learner", "Observer", "OptimizerConfig", "Trainer", "TrainerConfig", "UpdateConfig"]
+__all__ = ["Learner", "Observer", "OptimizerConfig", "Stopped", "Trainer", "TrainerConfig", "UpdateConfig"]

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The training loop: prompts, sparse rollouts, rewards, advantages, updates; and everything written on the way.
 
-A run folder holds run.json (settings and machine), metrics.jsonl, completions.jsonl, rejected.jsonl and checkpoint-N.
+A run folder holds run.json (settings and machine), metrics.jsonl, completions.jsonl, rejected.jsonl and checkpoint-N,
+and bad_batches if an update was not finite.
 Every random number is a function of the seed and the step, so a resumed run is the run that was never stopped.
 """
 
@@ -306,12 +307,13 @@ class Trainer:
             )
         RunLog.check(Path(self.config.output_dir), state["logs"])
         checkpoint.restore(folder, self.learner, state["num_updates"])
-        changed = differences(state["settings"], json.loads(json.dumps(self.settings())))
+        settings = json.loads(json.dumps(self.settings()))
+        changed = differences(state["settings"], settings)
         if changed:
             logger.warning("resuming with other settings: %s.", "; ".join(changed))
         self.step, self.num_tokens, self.best = state["step"], state["num_tokens"], state["best"]
         self.warned, self.pending = set(state["warned"]), state.get("pending")
-        self.guards.restore(state.get("halved", {}), state["settings"], json.loads(json.dumps(self.settings())))
+        self.guards.restore(state.get("halved", {}), state["settings"], settings)
         return dict(state["logs"])
 
     def settings(self) -> dict[str, Any]:

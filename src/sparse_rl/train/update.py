@@ -220,9 +220,9 @@ def update(
         learn = partial(_optimise, learner, part, step)
         result = guards.fit(learn, config.max_tokens, part.rollouts, learner)
         results.append(result)
-        if not math.isfinite(result["loss"] + result["grad_norm"]):
-            loss, norm = result["loss"], result["grad_norm"]
-            bad.append(BadUpdate(update=i, members=members, batch=part, loss=loss, grad_norm=norm))
+        total, norm = result["loss"], result["grad_norm"]
+        if not math.isfinite(total + norm):
+            bad.append(BadUpdate(update=i, members=members, batch=part, loss=total, grad_norm=norm))
     accepted = batch.correct(batch.tokens, correction).accepted.cpu()
     row_weights = torch.zeros(batch.num_rows)
     row_weights[batch.working] = 1.0
