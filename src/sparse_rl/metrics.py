@@ -61,7 +61,9 @@ METRICS: dict[str, str] = {
     "mismatch/coverage": "share of completions that were scored; the others are stood for by a sample",
     "mismatch/sampling_se": "standard error, at most, that the sample adds to a share of completions",
     "correction/rejection_rate": "share of completions rejected as a whole",
-    "correction/skipped_updates": "updates that changed nothing: no advantage, all rejected, a gradient not finite",
+    "correction/skipped_updates": "updates that changed nothing: no advantage, all rejected, not finite",
+    "update/nonfinite": "updates that changed nothing because their loss or gradient was not finite",
+    "update/max_tokens": "of a learner forward: update.max_tokens, halved wherever memory ran out",
     "train/working_frac": "share of completions with something to learn from: an advantage, or a KL term",
     "epoch": "passes over the rows so far (only if supervised)",
     "train/tokens_per_s": "prompt and completion tokens over the time of the update (only if supervised)",
@@ -71,6 +73,7 @@ METRICS: dict[str, str] = {
     "memory/rollout_peak_bytes": "most bytes torch had allocated on the GPU at once during the rollout",
     "memory/update_peak_bytes": "most bytes torch had allocated on the GPU at once during the updates",
     "rollout/tokens_per_s": "sampled tokens over the time of the rollout",
+    "rollout/rows": "engine.rows, halved wherever memory ran out",
     "rollout/preemptions": "sequences put back for lack of pages",
     "eval/{CACHE}/reward": "on held-out prompts, mean over prompts",
     "eval/{CACHE}/reward_se": "its standard error over prompts",
@@ -133,21 +136,33 @@ class RunLog:
             self.files[name].write(line.encode() + b"\n")
             self.files[name].flush()
         except OSError as error:
-            path = self.files[name].name
-            raise OSError(
-                f"{path} could not be written ({error.strerror}); make room on the disk, then resume."
-            ) from error
+            raise _full(self.files[name], error) from error
+
+    def sync(self) -> None:
+        """Bring all that was written to disk."""
+        for file in self.files.values():
+            try:
+                os.fsync(file.fileno())
+            except OSError as error:  # some file systems find only now that there is no room
+                raise _full(file, error) from error
 
     def sizes(self) -> dict[str, int]:
         """Bytes on disk of each file, for a checkpoint."""
-        for file in self.files.values():
-            os.fsync(file.fileno())
+        self.sync()
+        return self.written()
+
+    def written(self) -> dict[str, int]:
+        """Bytes of each file, on disk or on the way."""
         return {name: os.fstat(file.fileno()).st_size for name, file in self.files.items()}
 
     def close(self) -> None:
         for file in self.files.values():
             with suppress(OSError):  # what a full disk did not take
                 file.close()
+
+
+def _full(file: IO[bytes], error: OSError) -> OSError:
+    return OSError(f"{file.name} could not be written ({error.strerror}); make room on the disk, then resume.")
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:

@@ -2,6 +2,7 @@
 """From rollouts with rewards, or from completions to imitate, to updated weights."""
 
 from sparse_rl.train.config import TrainerConfig
+from sparse_rl.train.guards import Stopped
 from sparse_rl.train.learner import Learner, OptimizerConfig
 from sparse_rl.train.observer import Observer
 from sparse_rl.train.sft import SFTConfig, SFTTrainer
@@ -14,6 +15,7 @@ __all__ = [
     "OptimizerConfig",
     "SFTConfig",
     "SFTTrainer",
+    "Stopped",
     "Trainer",
     "TrainerConfig",
     "UpdateConfig",

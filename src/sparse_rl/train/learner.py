@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import importlib
-import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,8 +15,6 @@ from sparse_rl.objective.correction import check_choices
 from sparse_rl.score.head import Head
 from sparse_rl.train.master import MasterWeights
 from sparse_rl.train.offload import HostMasters
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,13 +110,12 @@ class Learner:
         self.num_updates += 1
         metrics = {"learning_rate": float(self.optimizer.param_groups[0]["lr"])}
         if skip:
+            self.masters.zero_grad()
             return metrics | {"grad_norm": 0.0, "correction/skipped_updates": 1.0}
         norm = float(torch.nn.utils.clip_grad_norm_(self.masters.holders, max_grad_norm))
         finite = math.isfinite(norm)
         if finite:
             self.masters.step(self.optimizer)
-        else:
-            logger.warning("the gradient norm is %s: this update changes nothing.", norm)
         self.masters.zero_grad()
         return metrics | {"grad_norm": norm, "correction/skipped_updates": float(not finite)}
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The training loop: prompts, sparse rollouts, rewards, advantages, updates; and everything written on the way.
 
-A run folder holds run.json (settings and machine), metrics.jsonl, completions.jsonl, rejected.jsonl and checkpoint-N.
+A run folder holds run.json (settings and machine), metrics.jsonl, completions.jsonl, rejected.jsonl and checkpoint-N,
+and bad_batches if an update was not finite.
 Every random number is a function of the seed and the step, so a resumed run is the run that was never stopped.
 """
 
@@ -19,15 +20,15 @@ from typing import Any
 import torch
 
 from sparse_rl.evaluate import EvalConfig, evaluate
-from sparse_rl.kv import EvictPolicy, Full, KVPolicy
-from sparse_rl.metrics import HIGH_REJECTION, RunLog, Timer
+from sparse_rl.kv import Full, KVPolicy
+from sparse_rl.metrics import RunLog, Timer
 from sparse_rl.model.load import LoadedModel
 from sparse_rl.model.lora import LoraConfig, add_adapters
 from sparse_rl.objective.advantage import advantages
 from sparse_rl.objective.correction import PRESETS, Correction, preset_name
 from sparse_rl.objective.loss import LossConfig
 from sparse_rl.objective.mismatch import overlap_ids
-from sparse_rl.rollout import Engine, EngineConfig, Sampling
+from sparse_rl.rollout import EngineConfig, Sampling
 from sparse_rl.score.base_head import BaseHead
 from sparse_rl.score.head import Head
 from sparse_rl.tasks import Graded, Task
@@ -35,10 +36,11 @@ from sparse_rl.train import checkpoint
 from sparse_rl.train.callbacks import Callbacks
 from sparse_rl.train.config import TrainerConfig, check_settings
 from sparse_rl.train.folder import check_folder, chosen_checkpoint, differences, lock, start_record, task_settings
+from sparse_rl.train.guards import GuardedEngine, Guards
 from sparse_rl.train.learner import Learner, OptimizerConfig
 from sparse_rl.train.observer import Observer
 from sparse_rl.train.peaks import MemoryPeaks
-from sparse_rl.train.record import completion_records, rejected_records, rollout_metrics
+from sparse_rl.train.record import completion_records, engine_metrics, rejected_records, rollout_metrics, warn
 from sparse_rl.train.update import UpdateConfig, Updated, update
 from sparse_rl.types import Rollout
 
@@ -95,27 +97,35 @@ class Trainer:
             ref_head=self._reference() if self.loss_config.beta > 0 else None,
             rate=lambda update: self.optimizer_config.rate(update, total),
         )
-        self.engine = Engine(loaded, self.kv, self.engine_config)
-        self.eval_engines: dict[str, Engine] = {}  # kept for their graphs
+        self.guards = Guards()
+        self.engine = GuardedEngine(loaded, self.kv, self.engine_config, self.guards, "rollout")
+        self.eval_engines: dict[str, GuardedEngine] = {}  # kept for their graphs
         self._check_prompts()
         self.step, self.num_tokens = 0, 0
-        self.rollout_stats = self.engine.stats
+        self.pending: dict[str, float] | None = {}  # of the newest step, if it was learnt but not evaluated and logged
+        self.unsaved: dict[str, Any] | None = None  # where the run stands, if no checkpoint says it
         self.best: dict[str, Any] = {"checkpoint": None, "value": None}
         self.timer = Timer()
         self.peaks = MemoryPeaks(loaded.model.device)
         self.warned: set[str] = set()
 
     def train(self) -> None:
-        """Run to the last step, from the start or from where `resume_from_checkpoint` says."""
+        """Run to the last step, from the start or from where `resume_from_checkpoint` says.
+
+        SIGTERM and Ctrl-C save the run and raise `Stopped`, a SystemExit.
+        """
         self._open()
+        self.guards.listen()
         try:
             for observer in self.observers:
                 observer.on_begin(self)
-            if self.step == 0:
-                self._finish_step({}, began=time.perf_counter())
+            if self.pending is not None:
+                self._finish_step(self.pending, began=time.perf_counter())
             while self.step < self.config.steps:
+                self.guards.check_together(self.learner.device)
                 began = time.perf_counter()
                 rollouts = self._roll_out()
+                speed = engine_metrics(rollouts, self.engine, self.timer.seconds["time/rollout_s"])
                 with self.timer("reward"):
                     graded = self.task.rewards.grade(rollouts, self.loaded.tokenizer)
                 advantages_R = self._advantages(rollouts, graded)
@@ -123,10 +133,21 @@ class Trainer:
                     updated = self._learn(rollouts, advantages_R)
                 self.step += 1
                 self._record(rollouts, graded, advantages_R, updated)
-                metrics = rollout_metrics(rollouts, graded, self._groups(rollouts)) | updated.metrics
-                self._warn(rollouts, metrics)
+                run, num_updates = Path(self.config.output_dir), self.update_config.num_updates
+                self.guards.note(updated.bad, num_updates, graded.rewards, self.step, run)
+                metrics = rollout_metrics(rollouts, graded, self._groups(rollouts)) | speed | updated.metrics
+                warn(rollouts, metrics, self.kv, self.warned)
+                self._remember(metrics)
+                self.guards.check_finite()
+                self.guards.check_together(self.learner.device)
                 self._finish_step(metrics, began)
+        except BaseException as error:
+            state = self.unsaved
+            whole = state is not None and state["step"] and state["num_updates"] == self.learner.num_updates
+            self.guards.rescue(error, self._save if whole else None, Path(self.config.output_dir))
+            raise
         finally:
+            self.guards.stop_listening()
             self.log.close()
             self.lock.close()
             for observer in self.observers:
@@ -138,7 +159,6 @@ class Trainer:
         with self.timer("rollout"), self.peaks("rollout"):
             rollouts = self.engine.generate(prompts, self._sampling_of(self.step), on_step=self._progress("rollout"))
         self.num_tokens += sum(len(rollout.prompt.ids) + len(rollout.token_ids) for rollout in rollouts)
-        self.rollout_stats = self.engine.stats
         if not self.engine.bounded:
             self.engine.release()  # the update needs the memory
         return rollouts
@@ -174,6 +194,7 @@ class Trainer:
             temperature=self.sampling.temperature,
             max_length=self.sampling.max_tokens,
             generator=torch.Generator().manual_seed(self._seed_of(self.step)),
+            guards=self.guards,
         )
 
     def _finish_step(self, metrics: dict[str, float], began: float) -> None:
@@ -182,22 +203,19 @@ class Trainer:
         metrics = {"step": self.step, "num_tokens": self.num_tokens, **metrics}
         if self.step == 0 or last or (self.eval_config.every and self.step % self.eval_config.every == 0):
             metrics |= self._evaluate()
-        if self.step and self.rollout_stats is not None:
-            tokens = metrics["completions/mean_length"] * self.config.prompts_per_step * self.sampling.n
-            metrics["rollout/tokens_per_s"] = tokens / self.timer.seconds["time/rollout_s"]
-            metrics["kv/peak_bytes"] = self.rollout_stats.peak_bytes
-            metrics["rollout/preemptions"] = self.rollout_stats.num_preemptions
-            metrics["time/capture_s"] = self.rollout_stats.capture_s
         metrics |= self.peaks.bytes if self.step else {}
         metrics |= self.timer.seconds | {"step_time": time.perf_counter() - began}
         self.timer = Timer()
         self.log.write("metrics.jsonl", metrics)
         for observer in self.observers:
             observer.on_log(metrics)
+        best = self.step > 0 and self._is_best(metrics)
         due = self.config.save_every and self.step % self.config.save_every == 0
-        if self.step and (self._is_best(metrics) or last or due):
+        self._remember(None)
+        if self.step and (best or last or due):
             with self.timer("save"):
                 self._save()
+                checkpoint.prune(Path(self.config.output_dir), self.config.save_total_limit, self.best["checkpoint"])
 
     def _is_best(self, metrics: dict[str, Any]) -> bool:
         """Whether this step was evaluated, and better than every one before; it is then remembered as the best."""
@@ -223,8 +241,11 @@ class Trainer:
         metrics: dict[str, float] = {}
         with self.timer("eval"):
             for cache, policy in policies.items():
-                engine = self.eval_engines.setdefault(cache, Engine(self.loaded, policy, self.engine_config))
-                result = evaluate(engine, prompts, sampling, self.task.rewards, self._progress(f"eval/{cache}"))
+                stage = f"eval/{cache}"
+                engine = self.eval_engines.setdefault(
+                    cache, GuardedEngine(self.loaded, policy, self.engine_config, self.guards, stage)
+                )
+                result = evaluate(engine, prompts, sampling, self.task.rewards, self._progress(stage))
                 engine.release()
                 metrics |= {f"eval/{cache}/{name}": value for name, value in result.items()}
         return metrics
@@ -239,40 +260,27 @@ class Trainer:
         for record in rejected_records(rollouts, updated, tokenizer, self.config.log_rejected):
             self.log.write("rejected.jsonl", {"step": self.step, **record})
 
-    def _warn(self, rollouts: list[Rollout], metrics: dict[str, float]) -> None:
-        """What the user would want to change, each once."""
-        evicts = isinstance(self.kv, EvictPolicy)
-        if evicts and not any(rollout.kv.num_compressions for rollout in rollouts) and "budget" not in self.warned:
-            self.warned.add("budget")
-            longest = max(len(rollout.prompt.ids) + len(rollout.token_ids) for rollout in rollouts)
-            logger.warning(
-                "no cache was compressed: kv.budget + kv.interval exceeds the longest sequence, %d tokens; "
-                "a smaller kv.budget would save memory.",
-                longest,
-            )
-        rejection = metrics.get("correction/rejection_rate", 0.0)
-        if rejection > HIGH_REJECTION and "rejection" not in self.warned:
-            self.warned.add("rejection")
-            logger.warning(
-                "%.0f %% of the completions were rejected (above %.0f %%); raise kv.budget, or choose a gentler policy "
-                "or correction. rejected.jsonl shows which tokens the dense model would not have written.",
-                100 * rejection,
-                100 * HIGH_REJECTION,
-            )
-
-    def _save(self) -> None:
-        run = Path(self.config.output_dir)
-        folder = run / f"checkpoint-{self.step}"
-        state = {
+    def _remember(self, pending: dict[str, float] | None) -> None:
+        """Where the run stands now, for a checkpoint; `pending` are a step's metrics that are still to be logged."""
+        self.pending = pending
+        self.unsaved = {
             "step": self.step,
             "num_tokens": self.num_tokens,
+            "num_updates": self.learner.num_updates,
             "best": self.best,
-            "logs": self.log.sizes(),
+            "logs": self.log.written(),
             "warned": sorted(self.warned),
-            "settings": self.settings(),
+            "halved": self.guards.state(),
+            "pending": pending,
         }
-        checkpoint.save(folder, self.loaded, self.learner, state)
-        checkpoint.prune(run, self.config.save_total_limit, self.best["checkpoint"])
+
+    def _save(self) -> None:
+        """Write the checkpoint of what is remembered; the weights must still be those."""
+        assert self.unsaved is not None and self.unsaved["num_updates"] == self.learner.num_updates
+        state, self.unsaved = self.unsaved, None
+        folder = Path(self.config.output_dir) / f"checkpoint-{state['step']}"
+        self.log.sync()
+        checkpoint.save(folder, self.loaded, self.learner, state | {"settings": self.settings()})
         for observer in self.observers:
             observer.on_save(folder)
 
@@ -313,11 +321,13 @@ class Trainer:
             )
         RunLog.check(Path(self.config.output_dir), state["logs"])
         checkpoint.restore(folder, self.learner, state["num_updates"])
-        changed = differences(state["settings"], json.loads(json.dumps(self.settings())))
+        settings = json.loads(json.dumps(self.settings()))
+        changed = differences(state["settings"], settings)
         if changed:
             logger.warning("resuming with other settings: %s.", "; ".join(changed))
         self.step, self.num_tokens, self.best = state["step"], state["num_tokens"], state["best"]
-        self.warned = set(state["warned"])
+        self.warned, self.pending = set(state["warned"]), state.get("pending")
+        self.guards.restore(state.get("halved", {}), state["settings"], settings)
         return dict(state["logs"])
 
     def settings(self) -> dict[str, Any]:
@@ -371,6 +381,7 @@ class Trainer:
 
     def _progress(self, stage: str) -> Any:
         def show(progress: Any) -> None:
+            self.guards.check()
             for observer in self.observers:
                 observer.on_progress(stage, progress)
 

@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -24,6 +26,7 @@ from sparse_rl.objective.mismatch import TOP, diagnose, overlap_bounds, overlap_
 from sparse_rl.score.head import TokenScores
 from sparse_rl.score.pack import Completions, Microbatch, flatten, pack
 from sparse_rl.score.score import score_microbatch
+from sparse_rl.train.guards import Guards, optimizer_memory
 from sparse_rl.train.layers import Activations, learner_layers
 from sparse_rl.train.learner import Learner
 from sparse_rl.types import Rollout
@@ -75,6 +78,7 @@ class Updated:
     metrics: dict[str, float]
     dense_logprobs: tuple[torch.Tensor, ...]  # one (T,) a rollout, nan where it was not scored
     accepted: torch.Tensor  # (R,) bool, true where it was not scored
+    bad: tuple[BadUpdate, ...] = ()  # whose loss or gradient was not finite
 
 
 class Batch:
@@ -87,6 +91,7 @@ class Batch:
         self.rows, self.num_rows, device = completions.rows, len(rollouts), completions.rows.device
         self.dense_logprobs = torch.full_like(completions.sampler_logprobs, math.nan)
         self.overlap: dict[str, torch.Tensor] = {}
+        self.losses: list[tuple[tuple[int, ...], torch.Tensor]] = []  # of the microbatches learnt from, with their rows
         truncated = torch.tensor([rollout.finish_reason == "length" for rollout in rollouts], device=device)
         left_out = truncated & loss.mask_truncated_completions
         self.in_loss = completions.mask & ~left_out[self.rows]
@@ -138,6 +143,34 @@ class Batch:
         return torch.arange(len(self.rows), device=self.rows.device)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BadUpdate:
+    """An update whose loss or gradient was not finite."""
+
+    update: int  # which of the rollout batch's, from 0
+    members: list[int]  # the rollouts it learnt from
+    batch: Batch
+    loss: float
+    grad_norm: float
+
+    def contents(self, rewards: torch.Tensor) -> dict[str, Any]:
+        """All that went into it, for torch.load; lists go over its rollouts."""
+        rollouts, dense = self.batch.rollouts, self.batch.dense_logprobs.cpu()
+        return {
+            "loss": self.loss,
+            "grad_norm": self.grad_norm,
+            "microbatches": [(list(rows), float(loss)) for rows, loss in self.batch.losses],
+            "prompts": [rollout.prompt.text for rollout in rollouts],
+            "prompt_ids": [list(rollout.prompt.ids) for rollout in rollouts],
+            "token_ids": [rollout.token_ids for rollout in rollouts],
+            "completion_mask": [rollout.completion_mask for rollout in rollouts],
+            "sampler_logprobs": [rollout.sampler_logprobs for rollout in rollouts],
+            "dense_logprobs": [part.clone() for part in dense.split([len(r.token_ids) for r in rollouts])],
+            "advantages": self.batch.advantages.cpu(),
+            "rewards": rewards[self.members],
+        }
+
+
 def update(
     learner: Learner,
     rollouts: list[Rollout],
@@ -150,13 +183,23 @@ def update(
     temperature: float,
     max_length: int,  # longest completion allowed
     generator: torch.Generator,  # decides minibatches and the sample of idle rollouts
+    guards: Guards | None = None,
 ) -> Updated:
-    """Take the batch's updates. One with nothing to learn from, or a gradient that is not finite, changes nothing."""
+    """Take the batch's updates. One with nothing to learn from, or that is not finite, changes nothing.
+
+    Until the first has been taken the guards may stop it; what does not fit into memory they try again in smaller bits.
+    """
+    guards, first_update = guards or Guards(), learner.num_updates
     batch = Batch(rollouts, flatten(rollouts, learner.device), advantages.to(learner.device), loss)
     num_top = 0 if batch.completions.top_ids is None else min(TOP, batch.completions.top_ids.shape[1])
     skip = config.skip_zero_rows and not correction.needs_batch  # a batch statistic runs over every token
     sampled, stands_for = _sample(batch.idle, skip, generator)
     score_first = config.score_first or correction.needs_batch or config.num_updates > 1
+
+    def check() -> None:
+        if learner.num_updates == first_update:
+            guards.check()
+
     step = Step(
         correction=correction,
         config=config,
@@ -164,11 +207,22 @@ def update(
         max_length=max_length,
         num_top=num_top,
         scored=score_first,
+        check=check,
     )
+    results: list[dict[str, float]] = []
+    bad: list[BadUpdate] = []
     compiles = config.compile and learner.device.type == "cuda"
     with learner_layers(learner.head.model, config.activations, compiles=compiles):
-        _score(learner, batch, step, sampled + batch.working if score_first else sampled)
-        results = [_optimise(learner, batch.part(members), step) for members in _minibatches(groups, config, generator)]
+        look = partial(_score, learner, batch, step, sampled + batch.working if score_first else sampled)
+        guards.fit(look, config.max_tokens, rollouts, learner)
+        for i, members in enumerate(_minibatches(groups, config, generator)):
+            part = batch.part(members)
+            learn = partial(_optimise, learner, part, step)
+            result = guards.fit(learn, config.max_tokens, part.rollouts, learner)
+            results.append(result)
+            total, norm = result["loss"], result["grad_norm"]
+            if not math.isfinite(total + norm):
+                bad.append(BadUpdate(update=i, members=members, batch=part, loss=total, grad_norm=norm))
     accepted = batch.correct(batch.tokens, correction).accepted
     row_weights = torch.zeros(batch.num_rows)
     row_weights[batch.working] = 1.0
@@ -177,9 +231,12 @@ def update(
     metrics["mismatch/sampling_se"] = _sampling_se(len(batch.idle), len(sampled)) * len(batch.idle) / batch.num_rows
     metrics |= {name: sum(result[name] for result in results) / len(results) for name in results[0]}
     metrics["correction/skipped_updates"] *= len(results)
+    metrics["update/nonfinite"] = len(bad)
+    metrics["update/max_tokens"] = guards.part("update", config.max_tokens)
     metrics["train/working_frac"] = len(batch.working) / batch.num_rows
     lengths = [len(rollout.token_ids) for rollout in rollouts]
-    return Updated(metrics=metrics, dense_logprobs=batch.dense_logprobs.cpu().split(lengths), accepted=accepted.cpu())
+    dense = batch.dense_logprobs.cpu().split(lengths)
+    return Updated(metrics=metrics, dense_logprobs=dense, accepted=accepted.cpu(), bad=tuple(bad))
 
 
 def _minibatches(groups: list[int], config: UpdateConfig, generator: torch.Generator) -> Iterator[list[int]]:
@@ -226,11 +283,13 @@ class Step:
     max_length: int
     num_top: int  # of the model's own, for overlap
     scored: bool  # the dense log-probs are known
+    check: Callable[[], None]  # called where it may stop
 
 
-def _score(learner: Learner, batch: Batch, step: Step, chosen: list[int]) -> None:
+def _score(learner: Learner, batch: Batch, step: Step, chosen: list[int], max_tokens: int) -> None:
     """What the model says of some rollouts before it learns."""
-    for microbatch in pack(batch.rollouts, step.config.max_tokens, chosen):
+    for microbatch in pack(batch.rollouts, max_tokens, chosen):
+        step.check()
         with torch.no_grad():
             scores = score_microbatch(
                 learner.head, batch.completions, microbatch, step.temperature, at_top=True, num_top=step.num_top
@@ -238,7 +297,7 @@ def _score(learner: Learner, batch: Batch, step: Step, chosen: list[int]) -> Non
         batch.observe(microbatch, scores)
 
 
-def _optimise(learner: Learner, batch: Batch, step: Step) -> dict[str, float]:
+def _optimise(learner: Learner, batch: Batch, step: Step, max_tokens: int) -> dict[str, float]:
     """One optimiser step on the batch."""
     correction, loss = step.correction, batch.loss
     corrected = batch.correct(batch.tokens, correction)
@@ -250,8 +309,10 @@ def _optimise(learner: Learner, batch: Batch, step: Step) -> dict[str, float]:
         working = [i for i in working if accepted[i]]
     num_top = 0 if step.scored else step.num_top
     learner.masters.zero_grad()
+    batch.losses = []
     totals = torch.zeros(4, dtype=torch.float64, device=batch.rows.device)  # loss, clipped, kl, used
-    for microbatch in pack(batch.rollouts, step.config.max_tokens, working):
+    for microbatch in pack(batch.rollouts, max_tokens, working):
+        step.check()
         tokens = microbatch.tokens.to(batch.rows.device)
         scores = score_microbatch(
             learner.head, batch.completions, microbatch, step.temperature, at_top=num_top > 0, num_top=num_top
@@ -279,6 +340,7 @@ def _optimise(learner: Learner, batch: Batch, step: Step) -> dict[str, float]:
             reference,
         )
         output.loss.backward()
+        batch.losses.append((microbatch.indices, output.loss.detach()))
         used = (weight != 0) | (counted[tokens] & (loss.beta > 0))
         kl = output.kl.sum() if output.kl is not None else totals.new_zeros(())
         parts = [output.loss.detach(), output.clipped.sum(), kl, used.sum()]
@@ -294,7 +356,8 @@ def _optimise(learner: Learner, batch: Batch, step: Step) -> dict[str, float]:
     metrics = {"loss": total_loss, "clip_ratio/region_mean": clipped / max(in_loss, 1.0)}
     if loss.beta > 0:
         metrics["kl"] = total_kl / max(num_counted, 1.0)
-    return metrics | learner.step(step.config.max_grad_norm, skip=not used_tokens)
+    with optimizer_memory():
+        return metrics | learner.step(step.config.max_grad_norm, skip=not used_tokens or not math.isfinite(total_loss))
 
 
 def _diagnostics(batch: Batch, accepted: torch.Tensor, row_weights: torch.Tensor) -> dict[str, float]:
