@@ -236,3 +236,26 @@ def test_several_processes_do_not_go_their_own_way(monkeypatch, tmp_path):
     with pytest.raises(Stopped):
         Guards().check_together(torch.device("cpu"))
     assert heard == [15, 0]
+
+
+def test_where_one_rollout_does_not_fit_the_pools_memory_is_given_up(whole, tmp_path, monkeypatch, caplog):
+    """The pool of a bounded cache stays while the learner works, until the learner needs the room."""
+    from sparse_rl.train import update as module
+
+    trainer = trainer_of(tmp_path / "run")
+    original, held = module.policy_loss, []
+
+    def full(*args):
+        held.append(trainer.engine.cache.num_pages)
+        if trainer.step == 1 and held[-1]:
+            raise ERRORS[0]
+        return original(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "policy_loss", full)
+        patch.setattr(guards.Guards, "part", lambda self, stage, number: 1 if stage == "update" else number)
+        trainer.train()
+    assert caplog.text.count("the KV pool is given back before every update from here on") == 1
+    assert trainer.guards.halved == {"pool": 1}
+    pools = [bool(pages) for pages in held]
+    assert pools == sorted(pools, reverse=True) and pools[0] and not pools[-1], "kept, until it was given up"

@@ -184,11 +184,13 @@ class Engine:
         )
         return [loop.rollout(sequence) for sequence in sequences]
 
-    def release(self) -> None:
-        """Give the pool's memory back; the next call makes a new one, and its graphs stay good."""
+    def release(self) -> bool:
+        """Give the pool's memory back, if any; the next call makes a new one, and its graphs stay good."""
         self._check_idle()
+        held = self.cache is not None and self.cache.num_pages > 0
         if self.cache is not None:
             self.cache.release()
+        return held
 
     def resume(self) -> None:
         """Take the memory back now rather than in the next call."""

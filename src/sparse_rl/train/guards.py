@@ -3,7 +3,8 @@
 
     SIGTERM, Ctrl-C   it stops at the next place where the work at hand may be thrown away, and is saved; a second
                       signal ends it at once
-    out of memory     half the tokens of a learner forward, or half the rows of an engine, and the same work again
+    out of memory     half the tokens of a learner forward, or half the rows of an engine, and the same work again;
+                      where one rollout alone does not fit, an update gets the memory of the KV pool as well
     not finite        the update is skipped and its batch saved; STREAK in a row end the run
     another error     ends the run, and the last step that was learnt is saved
 
@@ -42,6 +43,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 STREAK = 5  # updates in a row that are not finite end the run
+POOL = "pool"  # halved once, it is given back before every update
 MAX_BAD_BATCHES = 3  # kept in the run folder
 FORWARDED_S = 1.0  # a launcher forwards a signal that the run has got already
 SMALLER_UPDATE = (
@@ -69,6 +71,7 @@ class Guards:
         self.stop: signal.Signals | None = None
         self.stop_s = 0.0  # when it came
         self.streak = 0  # updates in a row that were not finite
+        self.give_pool: Callable[[], bool] = lambda: False  # free the rollouts' KV pool; whether there was one
 
     def listen(self) -> None:
         """Hear SIGTERM and Ctrl-C, in the main thread and unless somebody else does."""
@@ -125,18 +128,20 @@ class Guards:
             except (RuntimeError, MemoryError) as error:
                 if not out_of_memory(error):
                     raise
-                if tokens <= longest or not alone():
-                    remedy = SMALLER_UPDATE if tokens <= longest else f"lower update.max_tokens, which is {tokens}"
+                smaller = tokens > longest
+                if not alone() or not (smaller or self.give_pool()):
+                    remedy = f"lower update.max_tokens, which is {tokens}" if smaller else SMALLER_UPDATE
                     raise ValueError(
                         f"out of memory in an update, whose longest rollout has {longest} tokens; {remedy}."
                     ) from error
             # Out here nothing holds on to the frames of the error, and what they hold can be freed.
             learner.masters.zero_grad()
             learner.head.model.zero_grad()
-            self.halve("update", learner.device)
+            self.halve("update" if smaller else POOL, learner.device)
+            change = f"update.max_tokens is {self.part('update', max_tokens)}"
             logger.warning(
-                "out of memory in an update: it is done again, and update.max_tokens is %d from here on.",
-                self.part("update", max_tokens),
+                "out of memory in an update: it is done again, and %s from here on.",
+                change if smaller else "the KV pool is given back before every update",
             )
 
     def note(self, bad: Sequence[BadUpdate], num_updates: int, rewards: torch.Tensor, step: int, run: Path) -> None:

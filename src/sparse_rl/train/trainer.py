@@ -36,7 +36,7 @@ from sparse_rl.train import checkpoint
 from sparse_rl.train.callbacks import Callbacks
 from sparse_rl.train.config import TrainerConfig, check_settings
 from sparse_rl.train.folder import check_folder, chosen_checkpoint, differences, lock, start_record, task_settings
-from sparse_rl.train.guards import GuardedEngine, Guards
+from sparse_rl.train.guards import POOL, GuardedEngine, Guards
 from sparse_rl.train.learner import Learner, OptimizerConfig
 from sparse_rl.train.observer import Observer
 from sparse_rl.train.peaks import MemoryPeaks
@@ -99,6 +99,7 @@ class Trainer:
         )
         self.guards = Guards()
         self.engine = GuardedEngine(loaded, self.kv, self.engine_config, self.guards, "rollout")
+        self.guards.give_pool = self.engine.release
         self.eval_engines: dict[str, GuardedEngine] = {}  # kept for their graphs
         self._check_prompts()
         self.step, self.num_tokens = 0, 0
@@ -159,7 +160,7 @@ class Trainer:
         with self.timer("rollout"), self.peaks("rollout"):
             rollouts = self.engine.generate(prompts, self._sampling_of(self.step), on_step=self._progress("rollout"))
         self.num_tokens += sum(len(rollout.prompt.ids) + len(rollout.token_ids) for rollout in rollouts)
-        if not self.engine.bounded:
+        if not self.engine.bounded or POOL in self.guards.halved:
             self.engine.release()  # the update needs the memory
         return rollouts
 
@@ -171,7 +172,7 @@ class Trainer:
             once = replace(self._sampling_of(self.step), n=1, temperature=0.0, top_logprobs=0)
             with self.timer("baseline"):
                 baseline = self.engine.generate(prompts, once, on_step=self._progress("baseline"))
-            if not self.engine.bounded:
+            if not self.engine.bounded or POOL in self.guards.halved:
                 self.engine.release()
             greedy = self.task.rewards.grade(baseline, self.loaded.tokenizer).rewards
         groups, known = torch.tensor(self._groups(rollouts)), ~graded.rewards.isnan()
