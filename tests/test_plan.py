@@ -300,7 +300,7 @@ def test_each_remedy_brings_it_down_and_together_they_suffice(qwen):
 
 def test_advice_does_not_name_what_is_not_needed(qwen):
     chosen = [remedy.setting for remedy in together(make_plan(qwen, long_run(), H200))]
-    assert chosen == ["update.activations recompute", "optimizer.kind adamw_8bit"]
+    assert chosen == ["update.activations offload"], "the KV pool is given back, which is just enough"
     dense = make_plan(qwen, long_run(kv=Full(), moments="8bit", rows=96, requests=96, activations="recompute"), H200)
     settings = [remedy.setting for remedy in remedies(dense)]
     assert any(setting.startswith("kv.policy rkv") for setting in settings)

@@ -99,7 +99,7 @@ class Footprint:
     where: Literal["device", "host", "driver"] = "device"  # driver: on the device, but not torch's
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Plan:
     """What a run holds on a device."""
 
@@ -166,23 +166,18 @@ def make_plan(size: ModelSize, run: Run, device: Device) -> Plan:
         free = device.memory - used - sum(line.bytes for line in outside if line.name == "CUDA context")
         spare = free - int(GPU_RESERVE * device.memory) if device.cuda else int(HOST_SHARE * free)
         pages = min(wanted, max(spare // (run.page_size * size.attention.entry_bytes), pages_a_row))
-    lines = (
-        *resident,
-        *_pool(size, run, pages),
-        *state,
-        *_rollout(size, run, device),
-        *_learning(size, run, device),
-        *outside,
-    )
-    return Plan(
-        size=size,
-        run=run,
-        device=device,
-        lines=tuple(line for line in lines if line.bytes),
-        pages_a_row=pages_a_row,
-        pages_wanted=wanted,
-        pages=pages,
-    )
+    phases = (*_rollout(size, run, device), *_learning(size, run, device), *outside)
+
+    def plan(*, pool_stays: bool) -> Plan:
+        lines = (*resident, _pool(size, run, pages, pool_stays), *state, *phases)
+        held = tuple(line for line in lines if line.bytes)
+        return Plan(size, run, device, held, pages_a_row=pages_a_row, pages_wanted=wanted, pages=pages)
+
+    whole = plan(pool_stays=run.bounded)
+    if whole.learning_fits or not run.bounded:
+        return whole
+    without = plan(pool_stays=False)  # as the run does when an update runs out of memory
+    return without if without.learning_fits else whole
 
 
 def largest(fits: Callable[[int], bool], most: int) -> int:
@@ -242,20 +237,19 @@ def _longest(size: ModelSize, run: Run) -> Sequence:
     return Sequence(request=0, prompt_idx=0, prompt_len=run.prompt, max_tokens=completion)
 
 
-def _pool(size: ModelSize, run: Run, pages: int) -> list[Footprint]:
+def _pool(size: ModelSize, run: Run, pages: int, stays: bool) -> Footprint:
     shape = size.attention
     held = f"to {run.length:,} tokens a row"
     if isinstance(run.kv, EvictPolicy):
         held = f"{run.kv.budget} + {run.kv.interval} entries a row"
         held += ", and its prompt" if run.kv.protect_prompt else ""
-    return [
-        Footprint(
-            name="KV pool",
-            bytes=(pages + 1) * run.page_size * shape.entry_bytes,  # and the page that is nobody's
-            stages=ALWAYS if run.bounded else ("rollout",),
-            formula=f"{pages + 1:,} pages x {run.page_size} entries x {shape.entry_bytes:,}: {held}",
-        )
-    ]
+        held += "" if stays or not run.bounded else "; given back for learning"
+    return Footprint(
+        name="KV pool",
+        bytes=(pages + 1) * run.page_size * shape.entry_bytes,  # and the page that is nobody's
+        stages=ALWAYS if stays else ("rollout",),
+        formula=f"{pages + 1:,} pages x {run.page_size} entries x {shape.entry_bytes:,}: {held}",
+    )
 
 
 def _rows_state(size: ModelSize, run: Run) -> list[Footprint]:
