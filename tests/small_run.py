@@ -13,15 +13,17 @@ import tempfile
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from sparse_rl.evaluate import EvalConfig
 from sparse_rl.kv import RKV
+from sparse_rl.metrics import TIMES, read_log
 from sparse_rl.model.load import load
 from sparse_rl.objective.correction import Correction
 from sparse_rl.rollout import EngineConfig, Sampling
 from sparse_rl.tasks import Chain, Rewards
-from sparse_rl.train import OptimizerConfig, Trainer, TrainerConfig, UpdateConfig
+from sparse_rl.train import OptimizerConfig, Trainer, TrainerConfig, UpdateConfig, checkpoint
 
 
 def digits(completions, **_):
@@ -104,6 +106,24 @@ def watch(point: str, replace=setattr, on_call=lambda count: None) -> list[int]:
 
     replace(owner, name, watched)
     return calls
+
+
+def without_times(path):
+    return [{k: v for k, v in line.items() if not k.startswith(TIMES)} for line in read_log(path)]
+
+
+def assert_same_run(got: Path, expected: Path, *, same_checkpoints: bool = True) -> None:
+    """Equal logs, and equal last checkpoints; the others may differ in which steps they are of."""
+    assert without_times(got / "metrics.jsonl") == without_times(expected / "metrics.jsonl")
+    for name in ("completions.jsonl", "rejected.jsonl"):
+        assert (got / name).read_bytes() == (expected / name).read_bytes()
+    ours, theirs = ([path.name for path in checkpoint.checkpoints(folder)] for folder in (got, expected))
+    assert ours == theirs if same_checkpoints else ours[-1] == theirs[-1]
+    assert not list(got.glob("*.tmp"))
+    last = checkpoint.checkpoints(expected)[-1].name
+    weights = [load_file(folder / last / "model.safetensors") for folder in (got, expected)]
+    for ours, theirs in (weights, [kept(folder / last) for folder in (got, expected)]):
+        assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
 
 
 def kill(count: int, at: int) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import sparse_rl
 
 LINE = (
-    "types metrics tasks kernels model kv rollout score objective calibrate evaluate train bench report config "
+    "types metrics tasks kernels model kv rollout score objective calibrate evaluate train plan bench report config "
     "cli __main__"
 )
 ORDER = LINE.split()

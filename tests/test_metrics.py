@@ -9,6 +9,7 @@ import time
 
 import pytest
 from small_run import small_trainer
+from small_sft import small_sft
 
 from sparse_rl.metrics import METRICS, TIMES, RunLog, Timer, definition, read_log
 from sparse_rl.objective.loss import LossConfig
@@ -22,13 +23,15 @@ def lines(tmp_path_factory):
     return read_log(folder / "metrics.jsonl")
 
 
-def test_every_metric_of_a_run_is_defined_and_every_definition_is_met(lines):
-    written = {name for line in lines for name in line}
+def test_every_metric_of_a_run_is_defined_and_every_definition_is_met(lines, tmp_path):
+    small_sft(tmp_path / "run", steps=1).train()
+    written = {name for line in [*lines, *read_log(tmp_path / "run" / "metrics.jsonl")] for name in line}
     assert [name for name in written if not definition(name)] == []
     for function in ("digits", "declines"):
         assert {f"rewards/{function}/mean", f"rewards/{function}/std"} <= written
     met = {definition(name) for name in written}
-    assert [name for name, text in METRICS.items() if text not in met] == []
+    missed = [name for name, text in METRICS.items() if text not in met]
+    assert all(name.startswith("memory/") for name in missed), "only a GPU's memory is not measured here"
 
 
 def test_every_step_has_one_line_and_finite_numbers(lines):

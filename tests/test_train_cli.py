@@ -14,13 +14,12 @@ import pytest
 import yaml
 
 from sparse_rl.cli import main
+from sparse_rl.cli.recipes import recipes
 from sparse_rl.cli.train import _parser
 from sparse_rl.cli.trl_names import NAMES, REFUSED, VALUES, translate_keys
 from sparse_rl.metrics import read_log
 
-RECIPES = sorted(
-    entry.name for entry in (resources.files("sparse_rl") / "recipes").iterdir() if entry.name.endswith(".yaml")
-)
+RECIPES = recipes("train")
 OWN = {"sampling": {"n": 8}, "task": {"name": "jsonl", "train_file": "train.jsonl", "rewards": ["rewards.py:one"]}}
 RUN = {"steps": 2, "prompts_per_step": 2}
 SHORT = {"n": 4, "max_tokens": 24}
@@ -94,6 +93,16 @@ def config(tmp_path):
         ["--sampling.stop", '["\\n", ": #", "yes"]', "--sampling.stop_ids", "[1, 2]", "--report_to", '["a", "b"]'],
         ["--trainer.save_total_limit", "null", "--optimizer.eps", "1e-12", "--engine.pool_bytes", "1000000"],
         ["--model=tiny", "--sampling.n=2", "--task.name=jsonl", "--task.train_file=a: b.jsonl", "--task.rewards=a:b"],
+        [
+            "--lora_r",
+            "8",
+            "--lora.alpha",
+            "2.5",
+            "--lora.target",
+            '["q_proj", "v_proj"]',
+            "--optimizer.offload",
+            "true",
+        ],
         ["--resume_from_checkpoint", "runs/default/checkpoint-3", "--trainer.output_dir", "yes"],
     ],
     ids=lambda arguments: " ".join(arguments)[:40] or "nothing",
@@ -170,12 +179,16 @@ GIVEN = {  # a value in TRL's words, and the setting it becomes, or why training
     "top_p": (0.9, "sampling.top_p is 0.9, but training samples from the whole distribution"),
     "top_k": (5, "sampling.top_k is 5, but training samples from the whole distribution"),
     "learning_rate": (3e-06, {"optimizer.learning_rate": 3e-06}),
+    "optim": ("adamw_torch_8bit", {"optimizer.kind": "adamw_8bit"}),
     "lr_scheduler_type": ("cosine", {"optimizer.schedule": "cosine"}),
     "warmup_steps": (3, {"optimizer.warmup": 3}),
     "weight_decay": (0.1, {"optimizer.weight_decay": 0.1}),
     "adam_beta1": (0.8, {"optimizer.beta1": 0.8}),
     "adam_beta2": (0.95, {"optimizer.beta2": 0.95}),
     "adam_epsilon": (1e-06, {"optimizer.eps": 1e-06}),
+    "lora_r": (16, {"lora.r": 16}),
+    "lora_alpha": (16, "lora.alpha is given, but lora.r is 0"),
+    "lora_target_modules": (["q_proj", "v_proj"], "lora.target is given, but lora.r is 0"),
     "max_grad_norm": (0.2, {"update.max_grad_norm": 0.2}),
     "num_iterations": (2, {"update.num_iterations": 2}),
     "beta": (0.04, {"loss.beta": 0.04}),
@@ -256,6 +269,10 @@ TRANSLATED = {
     ("loss_type", "bnpo"): {},
     ("importance_sampling_level", "token"): {},
     ("importance_sampling_level", "sequence"): {"loss.surrogate": "gspo"},
+    ("optim", "adamw_torch"): {},
+    ("optim", "adamw_torch_fused"): {},
+    ("optim", "adamw_torch_8bit"): {"optimizer.kind": "adamw_8bit"},
+    ("optim", "adamw_bnb_8bit"): {"optimizer.kind": "adamw_8bit"},
     ("lr_scheduler_type", "constant_with_warmup"): {},
     ("top_k", "0"): {},
     ("report_to", "none"): {},
@@ -383,6 +400,9 @@ def test_a_section_without_its_table_or_choice_gets_one_sentence(text, config):
         ["--trainer.log_completions", "-1"],
         ["--trainer.log_rejected", "-1"],
         ["--loss.beta", ".nan"],
+        ["--lora.r", "-1"],
+        ["--lora.alpha", "0"],
+        ["--lora.target", "[]"],
         ["--dtype", "float12"],
     ],
     ids=" ".join,

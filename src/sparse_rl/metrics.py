@@ -19,7 +19,7 @@ from typing import IO, Any
 
 # {NAME} stands for a reward function's name, {CACHE} for "dense" or "sparse".
 METRICS: dict[str, str] = {
-    "step": "rollout batches learnt from so far",
+    "step": "rollout batches learnt from so far; updates, if supervised",
     "num_tokens": "prompt and completion tokens so far",
     "learning_rate": "mean over the step's updates",
     "loss": "of the step, mean over its updates",
@@ -61,19 +61,28 @@ METRICS: dict[str, str] = {
     "mismatch/coverage": "share of completions that were scored; the others are stood for by a sample",
     "mismatch/sampling_se": "standard error, at most, that the sample adds to a share of completions",
     "correction/rejection_rate": "share of completions rejected as a whole",
-    "correction/skipped_updates": "updates that changed nothing: no advantage, all rejected, a gradient not finite",
+    "correction/skipped_updates": "updates that changed nothing: no advantage, all rejected, not finite",
+    "update/nonfinite": "updates that changed nothing because their loss or gradient was not finite",
+    "update/max_tokens": "of a learner forward: update.max_tokens, halved wherever memory ran out",
     "train/working_frac": "share of completions with something to learn from: an advantage, or a KL term",
+    "epoch": "passes over the rows so far (only if supervised)",
+    "train/tokens_per_s": "prompt and completion tokens over the time of the update (only if supervised)",
     "kv/saved_frac": "1 - entries held / entries a dense cache would hold, summed over decode steps",
     "kv/peak_frac": "mean peak of entries held, over what a dense cache would peak at",
     "kv/peak_bytes": "most bytes of KV pages in use at once, with the query rings, page tables and state of the rows; "
     "the largest of several processes",
+    "memory/rollout_peak_bytes": "most bytes torch had allocated on the GPU at once during the rollout",
+    "memory/update_peak_bytes": "most bytes torch had allocated on the GPU at once during the updates",
     "rollout/tokens_per_s": "sampled tokens over the time of the rollout",
+    "rollout/rows": "engine.rows, halved wherever memory ran out",
     "rollout/preemptions": "sequences put back for lack of pages",
     "eval/{CACHE}/reward": "on held-out prompts, mean over prompts",
     "eval/{CACHE}/reward_se": "its standard error over prompts",
     "eval/{CACHE}/mean_length": "tokens",
     "eval/{CACHE}/clipped_ratio": "share that ran into the length limit",
     "eval/{CACHE}/kv_saved_frac": "as kv/saved_frac",
+    "eval/loss": "negative log-likelihood of held-out completions, mean over their tokens (only if supervised)",
+    "eval/perplexity": "its exponential",
     "time/rollout_s": "sampling",
     "time/capture_s": "compiling and capturing decode steps, part of time/rollout_s",
     "time/baseline_s": "greedy completions for remax",
@@ -85,7 +94,8 @@ METRICS: dict[str, str] = {
 }
 
 HIGH_REJECTION = 0.15  # from here on the correction throws too much away
-TIMES = ("time/", "step_time", "rollout/tokens_per_s")  # what may differ between two equal runs
+# What may differ between two equal runs.
+TIMES = ("time/", "step_time", "rollout/tokens_per_s", "train/tokens_per_s", "memory/")
 
 
 def definition(name: str) -> str | None:
@@ -127,15 +137,23 @@ class RunLog:
             self.files[name].write(line.encode() + b"\n")
             self.files[name].flush()
         except OSError as error:
-            path = self.files[name].name
-            raise OSError(
-                f"{path} could not be written ({error.strerror}); make room on the disk, then resume."
-            ) from error
+            raise _full(self.files[name], error) from error
+
+    def sync(self) -> None:
+        """Bring all that was written to disk."""
+        for file in self.files.values():
+            try:
+                os.fsync(file.fileno())
+            except OSError as error:  # some file systems find only now that there is no room
+                raise _full(file, error) from error
 
     def sizes(self) -> dict[str, int]:
         """Bytes on disk of each file, for a checkpoint."""
-        for file in self.files.values():
-            os.fsync(file.fileno())
+        self.sync()
+        return self.written()
+
+    def written(self) -> dict[str, int]:
+        """Bytes of each file, on disk or on the way."""
         return {name: os.fstat(file.fileno()).st_size for name, file in self.files.items()}
 
     def close(self) -> None:
@@ -152,6 +170,10 @@ class NoLog(RunLog):
 
     def write(self, name: str, record: dict[str, Any]) -> None:
         pass
+
+
+def _full(file: IO[bytes], error: OSError) -> OSError:
+    return OSError(f"{file.name} could not be written ({error.strerror}); make room on the disk, then resume.")
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:

@@ -9,17 +9,15 @@ import shutil
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import small_run
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
-from small_run import kept, small_trainer
+from small_run import assert_same_run, kept, small_trainer, without_times
 
 from sparse_rl.evaluate import EvalConfig
-from sparse_rl.metrics import TIMES, read_log
+from sparse_rl.metrics import read_log
 from sparse_rl.model.load import load
 from sparse_rl.model.tiny import tiny_model, tiny_tokenizer
 from sparse_rl.objective.loss import LossConfig
@@ -45,22 +43,6 @@ def whole(tmp_path_factory, calls):
     calls.update({point: len(passed) for point, passed in counted.items()})
     assert calls["publish"] > 2 and (folder / "rejected.jsonl").read_bytes()  # it learnt, and rejected
     return folder
-
-
-def without_times(path):
-    return [{k: v for k, v in line.items() if not k.startswith(TIMES)} for line in read_log(path)]
-
-
-def assert_same_run(got: Path, expected: Path) -> None:
-    assert without_times(got / "metrics.jsonl") == without_times(expected / "metrics.jsonl")
-    for name in ("completions.jsonl", "rejected.jsonl"):
-        assert (got / name).read_bytes() == (expected / name).read_bytes()
-    assert [p.name for p in checkpoint.checkpoints(got)] == [p.name for p in checkpoint.checkpoints(expected)]
-    assert not list(got.glob("*.tmp"))
-    last = checkpoint.checkpoints(expected)[-1].name
-    weights = [load_file(folder / last / "model.safetensors") for folder in (got, expected)]
-    for ours, theirs in (weights, [kept(folder / last) for folder in (got, expected)]):
-        assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
 
 
 @pytest.mark.parametrize("point", POINTS)

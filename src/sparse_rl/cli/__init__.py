@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 import sys
 
-COMMANDS = ("train", "generate", "report", "bench")
+COMMANDS = ("train", "sft", "plan", "generate", "report", "export", "bench")
 
 USAGE = """usage: sparse-rl COMMAND ...
 
@@ -15,8 +16,11 @@ Reinforcement learning of language models whose rollouts run on a sparse KV cach
 
 commands:
   train      train a model on a task; without a setting, the embedded model on the embedded task
+  sft        teach a model completions to imitate, so that training has something to reward
+  plan       what a training run holds in memory, whether it fits, and what to change if it does not
   generate   sample from a model whose KV cache is compressed while it decodes
   report     one HTML page with plots and tables of one or several runs
+  export     a checkpoint as a plain Hugging Face model, adapters merged
   bench      how fast rollouts are, against the roofline and against other engines
 
 `sparse-rl COMMAND --help` lists the settings of a command.
@@ -36,6 +40,8 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(0)
     if arguments[0] not in COMMANDS:
         fail(f"unknown command {arguments[0]!r}; the commands are {', '.join(COMMANDS)}.")
+    for name in ("torchao", "torch.utils._pytree"):  # they complain of each other when transformers imports them
+        logging.getLogger(name).setLevel(logging.ERROR)
     try:
         importlib.import_module(f"sparse_rl.cli.{arguments[0]}").run(arguments[1:])
         if sys.stdout is not None:

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`sparse-rl bench rollout`: how fast rollouts are on this machine."""
+"""`sparse-rl bench rollout`: how fast rollouts are on this machine; `bench learner` has a file of its own."""
 
 from __future__ import annotations
 
 import shlex
 from dataclasses import asdict, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 
 from sparse_rl.cli.parsing import make_parser, model_dtype, parse, quiet_bars
 
@@ -14,6 +14,16 @@ if TYPE_CHECKING:
     from jsonargparse import ArgumentParser
 
     from sparse_rl.bench import BenchConfig
+
+C = TypeVar("C", bound=Any)
+
+USAGE = """usage: sparse-rl bench rollout|learner ...
+
+  rollout   tokens a second of the sampler, against the roofline and other engines
+  learner   tokens a second and MFU of an update, against TRL
+
+`sparse-rl bench rollout --help` and `sparse-rl bench learner --help` list the settings.
+"""
 
 DESCRIPTION = """Measure rollouts: tokens a second, what a step is made of, its share of the roofline, KV memory.
 
@@ -26,12 +36,17 @@ Models have random weights, so nothing is downloaded. Compiling and capturing ha
 
 
 def run(arguments: list[str]) -> None:
+    if arguments[:1] == ["learner"]:
+        from sparse_rl.cli import bench_learner
+
+        bench_learner.run(arguments[1:])
+        return
     if arguments[:1] != ["rollout"]:
         if arguments[:1] and arguments[0] in ("-h", "--help"):
-            _parser().print_help()
+            print(USAGE, end="")
             return
         given = repr(arguments[0]) if arguments else "nothing"
-        raise ValueError(f"bench measures {given}, which it cannot; write `sparse-rl bench rollout ...`.")
+        raise ValueError(f"bench measures {given}, which it cannot; write `sparse-rl bench rollout` or `learner`.")
     settings = parse(_parser(), arguments[1:])
     from sparse_rl.bench import BenchConfig, measure, measure_rivals
     from sparse_rl.bench.record import merge, provenance, read
@@ -40,7 +55,7 @@ def run(arguments: list[str]) -> None:
     from sparse_rl.rollout import EngineConfig
 
     policy = build_kv(settings.kv)
-    config = _decided(BenchConfig(**{field.name: settings[field.name] for field in fields(BenchConfig)}))
+    config = decided(BenchConfig(**{field.name: settings[field.name] for field in fields(BenchConfig)}))
     engine = build_section(EngineConfig, "engine", settings.engine)
     dtype = model_dtype(config.dtype)
     assert dtype is not None
@@ -97,7 +112,7 @@ def _parser() -> ArgumentParser:
     return parser
 
 
-def _decided(config: BenchConfig) -> BenchConfig:
+def decided(config: C) -> C:
     """With the device and the dtype that stand for none given."""
     import torch
 
@@ -153,7 +168,7 @@ def lines(record: dict[str, Any]) -> list[str]:
         shown.append(("", f"step = {roofline['formula']}"))
         shown.append(("", f"with {roofline['numbers']}"))
     ratio = "" if kv["ratio"] is None else f" ({100 * kv['ratio']:.1f} %)"
-    sizes = f"{_bytes(kv['peak_bytes'])} at the peak, dense {_bytes(kv['dense_bytes'])}{ratio}"
+    sizes = f"{in_bytes(kv['peak_bytes'])} at the peak, dense {in_bytes(kv['dense_bytes'])}{ratio}"
     shown.append(("KV", f"{sizes}, saved {100 * kv['saved_frac']:.0f} % over the steps run"))
     floor = results["xi_floor"]
     if floor is not None:
@@ -177,6 +192,6 @@ def rival_lines(record: dict[str, Any]) -> list[str]:
     ]
 
 
-def _bytes(count: float) -> str:
+def in_bytes(count: float) -> str:
     unit = next((unit for unit in (1e9, 1e6) if count >= unit), 1e3)
     return f"{count / unit:.3g} {'GB' if unit == 1e9 else 'MB' if unit == 1e6 else 'kB'}"

@@ -7,14 +7,11 @@ import logging
 import os
 import sys
 from dataclasses import asdict, fields
-from importlib import resources
 from itertools import pairwise
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
 from sparse_rl.cli.parsing import add_model, make_parser, model_dtype, parse, quiet_bars
+from sparse_rl.cli.recipes import read_config, split_configs, to_yaml, with_configs
 from sparse_rl.cli.trl_names import NAMES, translate, translate_keys
 
 if TYPE_CHECKING:
@@ -31,6 +28,7 @@ too (--num_generations, --learning_rate, ...).
   sparse-rl train --trainer.output_dir runs/first
   sparse-rl train --config qwen2.5-1.5b.yaml --task.train_file train.jsonl --task.rewards rewards.py:accuracy
   sparse-rl train --trainer.output_dir runs/first --trainer.resume_from_checkpoint true
+  sparse-rl train --lora.r 16 --optimizer.learning_rate 1e-5 --trainer.output_dir runs/adapters
   sparse-rl train --kv.policy snapkv --kv.budget 64 --correction.preset tis --dry-run
   torchrun --nproc-per-node 8 -m sparse_rl train --config qwen2.5-1.5b.yaml ...   (weights sharded over 8 GPUs)
 """
@@ -38,24 +36,12 @@ too (--num_generations, --learning_rate, ...).
 TRAINER_SETS = ("seed", "top_logprobs")  # of the sampling settings
 
 
-def run(arguments: list[str]) -> None:
-    from sparse_rl.train.processes import joined
-
-    with joined() as processes:
-        if not processes.first:
-            sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - as long as the process
-        settings, task, parts = processes.together(lambda: _settings(arguments))
-        if settings.dry_run:
-            print(yaml.dump(_resolved(settings, task, parts), Dumper=_Lists, sort_keys=False), end="")
-        else:
-            _train(settings, task, parts, processes)
-
-
-def _settings(arguments: list[str]) -> tuple[Namespace, Any, dict[str, Any]]:
-    """What was asked for, and its parts, checked as far as that goes without the model."""
-    settings = parse(_parser(), _configs_first(_with_recipe(translate(arguments))), tuple(NAMES))
+def read(arguments: list[str], parser: ArgumentParser) -> tuple[Namespace, Any, dict[str, Any]]:
+    """The settings that were given, the task's, and those of all other components, checked."""
+    settings = parse(parser, _configs_first(_with_recipe(translate(arguments))), tuple(NAMES))
     from sparse_rl.config import build_correction, build_kv, build_section, build_task
     from sparse_rl.evaluate import EvalConfig
+    from sparse_rl.model.lora import LoraConfig
     from sparse_rl.objective.loss import LossConfig
     from sparse_rl.rollout import EngineConfig, Sampling
     from sparse_rl.train import OptimizerConfig, TrainerConfig, UpdateConfig
@@ -64,7 +50,7 @@ def _settings(arguments: list[str]) -> tuple[Namespace, Any, dict[str, Any]]:
     for key in ("model", "device", "kv", "task", "correction"):
         if settings[key] is None:
             raise ValueError(f"{key} is null; give it a value or leave it out.")
-    model_dtype(settings.dtype)
+    model_dtype(settings.dtype)  # or it is unknown
     task = build_task(settings["task"])
     parts: dict[str, Any] = {
         "kv": build_kv(settings["kv"]),
@@ -74,6 +60,7 @@ def _settings(arguments: list[str]) -> tuple[Namespace, Any, dict[str, Any]]:
         "loss": build_section(LossConfig, "loss", settings["loss"]),
         "update": build_section(UpdateConfig, "update", settings["update"]),
         "optimizer": build_section(OptimizerConfig, "optimizer", settings["optimizer"]),
+        "lora": build_section(LoraConfig, "lora", settings["lora"]),
         "eval": build_section(EvalConfig, "eval", settings["eval"]),
         "config": build_section(TrainerConfig, "trainer", settings["trainer"]),
     }
@@ -81,7 +68,24 @@ def _settings(arguments: list[str]) -> tuple[Namespace, Any, dict[str, Any]]:
     return settings, task, parts
 
 
+def run(arguments: list[str]) -> None:
+    from sparse_rl.train.processes import joined
+
+    with joined() as processes:
+        if not processes.first:
+            sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - as long as the process
+        settings, task, parts = processes.together(lambda: read(arguments, _parser()))
+        if settings.dry_run:
+            from sparse_rl.cli.plan import plan_comments
+
+            print(to_yaml(_resolved(settings, task, parts)), end="")
+            print("\n".join(plan_comments(settings, parts)))
+        else:
+            _train(settings, task, parts, processes)
+
+
 def _train(settings: Namespace, task: Any, parts: dict[str, Any], processes: Processes) -> None:
+    from sparse_rl.cli.plan import warn_of_memory
     from sparse_rl.model.load import load
     from sparse_rl.report.live import Live
     from sparse_rl.train import Trainer
@@ -91,6 +95,8 @@ def _train(settings: Namespace, task: Any, parts: dict[str, Any], processes: Pro
     logging.basicConfig(format="sparse-rl: %(levelname)s: %(message)s", level=level, stream=sys.stderr)
     processes.by_first(lambda: check_folder(parts["config"]))
     quiet_bars()
+    if not processes.grouped:  # the plan is that of one process
+        warn_of_memory(settings, parts)
     dtype = model_dtype(settings.dtype)
     loaded = processes.together(lambda: load(settings.model, dtype=dtype, device=processes.device(settings.device)))
     built = processes.together(lambda: task.build(loaded.tokenizer))
@@ -98,17 +104,19 @@ def _train(settings: Namespace, task: Any, parts: dict[str, Any], processes: Pro
     trainer.train()
 
 
-def _parser() -> ArgumentParser:
+def _parser(command: str = "train", description: str = DESCRIPTION) -> ArgumentParser:
     from sparse_rl.config import add_correction_section, add_kv_section, add_section, add_task_section
     from sparse_rl.evaluate import EvalConfig
+    from sparse_rl.model.lora import LoraConfig
     from sparse_rl.objective.loss import LossConfig
     from sparse_rl.rollout import EngineConfig, Sampling
     from sparse_rl.train import OptimizerConfig, TrainerConfig, UpdateConfig
 
-    parser = make_parser("train", DESCRIPTION)
+    parser = make_parser(command, description)
     parser.add_argument("--config", action="config", help="YAML file with any of these settings, or a recipe's name")
     add_model(parser, default="embedded")
-    parser.add_argument("--dry-run", action="store_true", help="print all settings as YAML, and stop")
+    if command == "train":
+        parser.add_argument("--dry-run", action="store_true", help="print all settings as YAML and the plan, and stop")
     add_section(parser, "trainer", TrainerConfig)
     add_task_section(parser)
     add_kv_section(parser)
@@ -117,6 +125,7 @@ def _parser() -> ArgumentParser:
     for name, component in (
         ("loss", LossConfig),
         ("optimizer", OptimizerConfig),
+        ("lora", LoraConfig),
         ("update", UpdateConfig),
         ("eval", EvalConfig),
         ("engine", EngineConfig),
@@ -128,26 +137,17 @@ def _parser() -> ArgumentParser:
 
 def _with_recipe(arguments: list[str]) -> list[str]:
     """The default recipe before everything else, unless a model or a config is named."""
-    named = any(argument.split("=")[0] in ("--model", "--config") for argument in arguments)
+    named = any(argument.split("=")[0] in ("--model", "--config", "--shape") for argument in arguments)
     return arguments if named else ["--config", "default.yaml", *arguments]
 
 
 def _configs_first(arguments: list[str]) -> list[str]:
     """Each --config FILE replaced by its settings, TRL's keys translated; before the flags, so that flags win."""
-    configs, others = [], []
-    given = iter(arguments)
-    for argument in given:
-        name, equals, value = argument.partition("=")
-        if name != "--config":
-            others.append(argument)
-            continue
-        path = value if equals else next(given, None)
-        if path is None:
-            raise ValueError("--config needs the name of a file or a recipe.")
-        configs.append(_config(path))
+    names, others = split_configs(arguments)
+    configs = [_config(name) for name in names]
     for config in configs:
         _drop_unfit(config, others)
-    return [*(text for config in configs for text in ("--config", yaml.safe_dump(config))), *others]
+    return with_configs(configs, others)
 
 
 def _drop_unfit(config: dict[str, Any], flags: list[str]) -> None:
@@ -166,18 +166,7 @@ def _drop_unfit(config: dict[str, Any], flags: list[str]) -> None:
 
 
 def _config(name: str) -> dict[str, Any]:
-    path = Path(name)
-    recipe = _recipe(name)
-    if not path.exists() and not recipe.is_file():
-        recipes = ", ".join(sorted(entry.name for entry in _recipe("").iterdir() if entry.name.endswith(".yaml")))
-        raise ValueError(f"--config {name!r} is neither a file nor a recipe; the recipes are {recipes}.")
-    try:
-        settings = yaml.safe_load((path if path.exists() else recipe).read_text())
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{name} is not YAML: {error}") from error
-    if not isinstance(settings, dict):
-        raise ValueError(f"{name} is not a table of settings; write lines of the form `key: value`.")
-    settings = translate_keys(settings)
+    settings = translate_keys(read_config(name, "train"))
     correction = settings.get("correction")
     for key, value in (correction if isinstance(correction, dict) else {}).items():
         if value is None and key != "preset":
@@ -188,10 +177,6 @@ def _config(name: str) -> dict[str, Any]:
     return settings
 
 
-def _recipe(name: str) -> Any:
-    return resources.files("sparse_rl") / "recipes" / name
-
-
 def _resolved(settings: Namespace, task: Any, parts: dict[str, Any]) -> dict[str, Any]:
     """Every setting, in the form of a config file."""
     sections: dict[str, Any] = {key: settings[key] for key in ("model", "dtype", "device")}
@@ -200,15 +185,8 @@ def _resolved(settings: Namespace, task: Any, parts: dict[str, Any]) -> dict[str
     sections["kv"] = {"policy": parts["kv"].name, **asdict(parts["kv"])}
     given = {key: value for key, value in asdict(parts["correction"]).items() if value is not None}
     sections["correction"] = {"preset": settings.correction.preset, **given}
-    for name in ("sampling", "loss", "optimizer", "update", "eval", "engine"):
+    for name in ("sampling", "loss", "optimizer", "lora", "update", "eval", "engine"):
         sections[name] = asdict(parts[name])
     for name in TRAINER_SETS:
         del sections["sampling"][name]
     return sections
-
-
-class _Lists(yaml.SafeDumper):  # type: ignore[misc]
-    """Writes tuples as lists."""
-
-
-_Lists.add_representer(tuple, lambda dumper, value: dumper.represent_list(value))

@@ -29,8 +29,7 @@ def packed_attention(
     window: int | None = None,
 ) -> torch.Tensor:
     """Causal attention inside each packed sequence [boundaries[i], boundaries[i + 1]), as 1 H T D."""
-    flash = q_1HTD.is_cuda and q_1HTD.dtype in (torch.bfloat16, torch.float16) and q_1HTD.shape[-1] <= 256
-    if flash and not torch.is_grad_enabled():
+    if q_1HTD.is_cuda and q_1HTD.dtype in (torch.bfloat16, torch.float16) and q_1HTD.shape[-1] <= 256:
         return packed_attention_flash(q_1HTD, k_1KTD, v_1KTD, boundaries, scale=scale, window=window)
     return packed_attention_ref(q_1HTD, k_1KTD, v_1KTD, boundaries, scale=scale, window=window)
 

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from sparse_rl.model.attention import NAME
+from sparse_rl.model import lora
+from sparse_rl.model.attention import NAME, UnsupportedModelError
 from sparse_rl.model.dry_run import AttentionShape, dry_run
 from sparse_rl.model.tiny import FAMILIES, tiny_model, tiny_tokenizer
 
@@ -32,23 +33,31 @@ class LoadedModel:
         """Tokens the model has; its tokenizer may use fewer."""
         return int(self.model.get_input_embeddings().num_embeddings)  # type: ignore[arg-type]
 
+    @property
+    def context(self) -> int:
+        """Most tokens the model's positions reach."""
+        return getattr(self.model.config, "max_position_embeddings", None) or 1 << 30
+
 
 def load(name: str, *, dtype: torch.dtype | None = None, device: str | torch.device = "cpu") -> LoadedModel:
     """`embedded`, `tiny`, `tiny:FAMILY`, a folder, or a hub name.
 
-    Without a dtype: the checkpoint's own; fp32 for the models that come with the package.
+    A folder with an adapter is loaded as its base model with the adapter merged. Without a dtype: the checkpoint's own;
+    fp32 for the models that come with the package.
     """
     check_device(device)
     if name == "tiny" or name.startswith("tiny:"):
         family = name.partition(":")[2] or "llama"
         model = tiny_model(family, dtype=dtype or torch.float32, device=device)
+        model.config.name_or_path = name
         return LoadedModel(model=model, tokenizer=tiny_tokenizer(), shape=dry_run(model))
     if name == "embedded":
         model, tokenizer = _from_pretrained(str(EMBEDDED), dtype or torch.float32)
         model.config.name_or_path = name  # the same on every machine
+    elif (Path(name) / lora.ADAPTER).is_file():
+        model, tokenizer = _from_adapter(Path(name), dtype)
     else:
         model, tokenizer = _from_pretrained(name, dtype)
-    _say_what_is_ignored(model)
     model.to(device=torch.device(device))  # type: ignore[call-arg]
     model.eval()
     return LoadedModel(model=model, tokenizer=tokenizer, shape=dry_run(model))
@@ -83,6 +92,33 @@ def _say_what_is_ignored(model: PreTrainedModel) -> None:
         logger.warning("the checkpoint's own sampling defaults (%s) are ignored.", listed)
 
 
+def _from_adapter(folder: Path, dtype: torch.dtype | None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    base = lora.base_name(folder)
+    try:
+        loaded = load(base, dtype=dtype)
+    except ValueError as error:
+        raise ValueError(
+            f"{folder} is an adapter of {base!r}, which cannot be loaded: {error} Bring it there, or set "
+            f"base_model_name_or_path in {folder / lora.ADAPTER}."
+        ) from error
+    lora.merge(loaded.model, folder)
+    loaded.model.config.name_or_path = str(folder)
+    has_tokenizer = (folder / "tokenizer_config.json").is_file()
+    return loaded.model, AutoTokenizer.from_pretrained(folder) if has_tokenizer else loaded.tokenizer
+
+
+def _check_weights(name: str) -> None:
+    """Refuse a quantised checkpoint: what is trained and sampled from here are plain weights."""
+    quantised = getattr(AutoConfig.from_pretrained(name), "quantization_config", None)
+    if quantised:
+        given = quantised if isinstance(quantised, dict) else quantised.to_dict()
+        raise UnsupportedModelError(
+            f"model {name!r} is quantised ({given.get('quant_method', 'unknown method')}), but the sampler shares the "
+            "learner's module, whose decode graphs, joined projections and updates in place need plain weights; give "
+            "the unquantised model, with --lora.r 16 if memory is short."
+        )
+
+
 def _from_pretrained(name: str, dtype: torch.dtype | None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     folder = Path(name)
     if folder.exists() and not (folder / "config.json").is_file():
@@ -93,11 +129,14 @@ def _from_pretrained(name: str, dtype: torch.dtype | None) -> tuple[PreTrainedMo
             f"built in are embedded, tiny, and tiny:FAMILY with FAMILY one of {', '.join(FAMILIES)}."
         )
     try:
+        _check_weights(name)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             name, dtype=dtype or "auto", attn_implementation=NAME, output_loading_info=True
         )
         model, report = loaded
         tokenizer = AutoTokenizer.from_pretrained(name)
+    except UnsupportedModelError:
+        raise
     except Exception as error:  # whatever the library, the hub or the file system says
         first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
         where = "the folder" if folder.exists() else "the hub (there is no such folder here)"
@@ -107,4 +146,7 @@ def _from_pretrained(name: str, dtype: torch.dtype | None) -> tuple[PreTrainedMo
         raise ValueError(
             f"model {name!r} lacks {len(missing)} weights, {missing[0]} among them; its files are damaged."
         )
+    if getattr(model, "_hf_peft_config_loaded", False):
+        raise ValueError(f"model {name!r} is an adapter on the hub; download it, and give its folder.")
+    _say_what_is_ignored(model)
     return model, tokenizer

@@ -66,7 +66,7 @@ def diagnose(
     def mean(values: torch.Tensor) -> float:
         return float((values * weights).sum() / weights.sum())
 
-    lowest_R = torch.full((num_rows,), math.inf, dtype=torch.float64).scatter_reduce(0, rows, raw, "amin")
+    lowest_R = torch.full_like(row_weights, math.inf).scatter_reduce(0, rows, raw, "amin")
     present_R = sum_rows(torch.ones_like(raw), rows, num_rows) > 0
     metrics = {
         "rollout_corr/kl": mean(-log_ratio),
@@ -91,5 +91,6 @@ def weighted_quantiles(values: torch.Tensor, weights: torch.Tensor, at: list[flo
     """The smallest value with at least a fraction `at` of the weight at or below it."""
     ordered, index = values.sort()
     mass = weights[index].cumsum(0) / weights.sum()
-    where = torch.searchsorted(mass, torch.tensor(at, dtype=mass.dtype) - 1e-12).clamp(max=len(values) - 1)
+    wanted = torch.tensor(at, dtype=mass.dtype, device=mass.device) - 1e-12
+    where = torch.searchsorted(mass, wanted).clamp(max=len(values) - 1)
     return ordered[where].tolist()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run in the terminal: one line a step, and a moving one for what is being sampled."""
+"""A run in the terminal: lines that stay, and a moving one for what is being done."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rich.console import Console
 
 from sparse_rl.report.progress import PLAIN_S, TERMINAL_S, describe
 from sparse_rl.rollout import Progress
-from sparse_rl.train import Observer, Trainer
+from sparse_rl.train import Observer, SFTTrainer, Trainer
 
 COLUMNS = {  # heading, metric, format
     "reward": ("reward", "{:.3f}"),
@@ -26,45 +26,26 @@ COLUMNS = {  # heading, metric, format
 }
 
 
-class Live(Observer):
-    """On standard error; where that is no terminal, sampling is reported every ten seconds."""
+class Terminal(Observer):
+    """On standard error; where that is no terminal, the moving line is a new one every ten seconds."""
 
-    def on_begin(self, trainer: Trainer) -> None:
-        self.console = Console(stderr=True)
-        self.steps, self.shown = trainer.config.steps, time.perf_counter()
-        settings = trainer.settings()
-        parameters = sum(parameter.numel() for parameter in trainer.loaded.model.parameters())
-        kv = settings["kv"]
-        budget = f" budget {kv['budget']} + {kv['interval']}" if "budget" in kv else ""
-        self._print(
-            f"{trainer.config.output_dir}: {parameters / 1e6:.2f}M parameters, KV {kv['policy']}{budget}, correction "
-            f"{settings['correction']['preset']}, {trainer.config.prompts_per_step} prompts x {trainer.sampling.n}, "
-            f"steps {trainer.step} to {self.steps}"
-        )
-        self._print("  step " + "".join(f"{heading:>10}" for heading in COLUMNS))
+    def _start(self, *lines: str) -> None:
+        self.console, self.shown = Console(stderr=True), time.perf_counter()
+        for line in lines:
+            self._print(line)
         self.status = self.console.status("starting") if self.console.is_terminal else None
         if self.status is not None:
             self.status.start()
 
-    def on_progress(self, stage: str, progress: Progress) -> None:
+    def _move(self, line: str) -> None:
         now = time.perf_counter()
         if now - self.shown < (PLAIN_S if self.status is None else TERMINAL_S):
             return
         self.shown = now
-        line = f"{stage}: {describe(progress)}"
         if self.status is not None:
             self.status.update(line)
         else:
             self._print(line)
-
-    def on_log(self, metrics: dict[str, Any]) -> None:
-        if metrics["step"]:
-            cells = "".join(f"{_cell(metrics.get(name), form):>10}" for name, form in COLUMNS.values())
-            self._print(f"{metrics['step']:>6} {cells}")
-        evaluated = [cache for cache in ("dense", "sparse") if metrics.get(f"eval/{cache}/reward") is not None]
-        if evaluated:
-            found = ", ".join(f"{cache} cache {_reward(metrics, cache)}" for cache in evaluated)
-            self._print(f"{metrics['step']:>6} held out: {found}")
 
     def on_save(self, folder: Path) -> None:
         if self.status is not None:
@@ -76,6 +57,62 @@ class Live(Observer):
 
     def _print(self, line: str) -> None:
         self.console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+class Live(Terminal):
+    """One line a step, and a moving one for what is being sampled."""
+
+    def on_begin(self, trainer: Trainer) -> None:
+        settings = trainer.settings()
+        parameters = sum(parameter.numel() for parameter in trainer.loaded.model.parameters())
+        kv = settings["kv"]
+        budget = f" budget {kv['budget']} + {kv['interval']}" if "budget" in kv else ""
+        self._start(
+            f"{trainer.config.output_dir}: {parameters / 1e6:.2f}M parameters, KV {kv['policy']}{budget}, correction "
+            f"{settings['correction']['preset']}, {trainer.config.prompts_per_step} prompts x {trainer.sampling.n}, "
+            f"steps {trainer.step} to {trainer.config.steps}",
+            "  step " + "".join(f"{heading:>10}" for heading in COLUMNS),
+        )
+
+    def on_progress(self, stage: str, progress: Progress) -> None:
+        self._move(f"{stage}: {describe(progress)}")
+
+    def on_log(self, metrics: dict[str, Any]) -> None:
+        if metrics["step"]:
+            cells = "".join(f"{_cell(metrics.get(name), form):>10}" for name, form in COLUMNS.values())
+            self._print(f"{metrics['step']:>6} {cells}")
+        evaluated = [cache for cache in ("dense", "sparse") if metrics.get(f"eval/{cache}/reward") is not None]
+        if evaluated:
+            found = ", ".join(f"{cache} cache {_reward(metrics, cache)}" for cache in evaluated)
+            self._print(f"{metrics['step']:>6} held out: {found}")
+
+
+class SupervisedLive(Terminal):
+    """One line an evaluation, and a moving one for the last step."""
+
+    def on_begin(self, trainer: SFTTrainer) -> None:
+        config, data = trainer.config, trainer.data
+        self.steps = config.steps
+        parameters = sum(parameter.numel() for parameter in trainer.loaded.model.parameters())
+        self._start(
+            f"{config.output_dir}: {parameters / 1e6:.2f}M parameters, {len(data.train):,} rows and {len(data.eval):,} "
+            f"held out, {config.rows_per_step} rows a step, steps {trainer.step} to {self.steps}"
+        )
+
+    def on_log(self, metrics: dict[str, Any]) -> None:
+        evaluated = metrics.get("eval/loss") is not None
+        line = f"step {metrics['step']}/{self.steps}"
+        if metrics["step"]:
+            line += (
+                f", epoch {metrics['epoch']:.2f}, loss {metrics['loss']:.4f}, grad {metrics['grad_norm']:.3f}, "
+                f"learning rate {metrics['learning_rate']:.2e}, {metrics['train/tokens_per_s']:,.0f} tok/s"
+            )
+        if evaluated:
+            line += f", held out: loss {metrics['eval/loss']:.4f}, perplexity {metrics['eval/perplexity']:.3f}"
+        if evaluated or metrics["step"] == self.steps:
+            self._print(line)
+        else:
+            self._move(line)
 
 
 def _reward(metrics: dict[str, Any], cache: str) -> str:

@@ -186,11 +186,13 @@ class Engine:
         )
         return [loop.rollout(sequence) for sequence in sequences]
 
-    def release(self) -> None:
-        """Give the pool's memory back; the next call makes a new one, and its graphs stay good."""
+    def release(self) -> bool:
+        """Give the pool's memory back, if any; the next call makes a new one, and its graphs stay good."""
         self._check_idle()
+        held = self.cache is not None and self.cache.num_pages > 0
         if self.cache is not None:
             self.cache.release()
+        return held
 
     def resume(self) -> None:
         """Take the memory back now rather than in the next call."""
@@ -218,7 +220,7 @@ class Engine:
     @property
     def context(self) -> int:
         """Most tokens the model's positions reach."""
-        return getattr(self.loaded.model.config, "max_position_embeddings", None) or 1 << 30
+        return self.loaded.context
 
     @property
     def _page_bytes(self) -> int:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Log-probs from hidden states, a chunk of tokens at a time: [tokens x vocabulary] is never held whole.
 
-    logprob_t = log_softmax(logits(h_t) / temperature)[o_t]
+    logprob_t = log_softmax(logits(h_t) / temperature)[o_t]     logits = cap(scale * lm_head(h)), cap(x) = c tanh(x / c)
 
-Each chunk is computed again in the backward pass. Whether `scale * lm_head(h)` gives the module's own logits is checked
-when the head is made; a head that does something else (soft-capping, say) is called through the module, unchunked.
+Each chunk's logits are computed again in the backward pass. Whether the formula gives the module's own logits is
+checked when the head is made; a head that does something else is called through the module, unchunked.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ from typing import Any
 
 import torch
 from torch.nn.functional import linear
-from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-CHUNK_LOGITS = 1 << 24  # fp32 logits held at once
+from sparse_rl.kernels.logprob import logprob_gradient, logsumexp, most_likely
+
+CHUNK_LOGITS = {"cpu": 1 << 24, "cuda": 1 << 28}  # held at once; fewer make slow products on a GPU
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenScores:
-    """Of T tokens; the last three only on request."""
+    """Of T tokens; the last three only on request, and without gradient."""
 
     logprobs: torch.Tensor  # (T,) fp32, of the given tokens
     at_ids: torch.Tensor | None = None  # (T, k) fp32, at the given ids
@@ -30,12 +31,31 @@ class TokenScores:
     top_logprobs: torch.Tensor | None = None  # (T, m) fp32
 
 
+@dataclass(frozen=True, slots=True)
+class LogitMap:
+    """From what lm_head gives to the logits."""
+
+    scale: float = 1.0
+    cap: float | None = None
+
+    def __call__(self, logits: torch.Tensor) -> torch.Tensor:
+        if self.scale != 1.0:
+            logits = logits * self.scale
+        return logits if self.cap is None else (logits / self.cap).tanh() * self.cap
+
+    def backward(self, grad: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """Through the map, where it gave `logits`."""
+        if self.cap is not None:
+            grad = grad * (1.0 - (logits / self.cap).square())
+        return grad if self.scale == 1.0 else grad * self.scale
+
+
 class Head:
     """The last step of a causal LM, split off from its body."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
-        self.scale = _logit_scale(model)
+        self.map = _logit_map(model)
 
     def __call__(
         self,
@@ -48,38 +68,111 @@ class Head:
         num_top: int = 0,
     ) -> TokenScores:
         """Scores of the given tokens, with gradient if it is enabled."""
-        if self.scale is None:
+        if self.map is None:
             logits = self.model(**inputs, logits_to_keep=predicting).logits[0]
             return _scores(logits, token_ids, temperature, at_ids, num_top)
         hidden = self.model.get_decoder()(**inputs).last_hidden_state[0, predicting]
-        weight = self.model.get_output_embeddings().weight
-        size = max(1, CHUNK_LOGITS // weight.shape[0])
-        if torch.is_grad_enabled() and weight.dtype.itemsize < 4:
-            weight = weight.float()  # the chunks' gradients meet here in fp32, and are rounded once
-        chunks = []
-        for start in range(0, len(token_ids), size):
-            part = slice(start, start + size)
-            ids = None if at_ids is None else at_ids[part]
-            arguments = (hidden[part], weight, token_ids[part], temperature, ids, num_top)
-            if torch.is_grad_enabled():
-                chunks.append(checkpoint(self._chunk, *arguments, use_reentrant=False))
-            else:
-                chunks.append(self._chunk(*arguments))
-        return _join(chunks)
+        output = self.model.get_output_embeddings()
+        fused = FusedScores.apply(
+            hidden,
+            output.weight,
+            getattr(output, "bias", None),
+            token_ids,
+            at_ids,
+            self.map,
+            temperature,
+            num_top,
+            getattr(output.weight, "gradient_holder", None),
+        )
+        return TokenScores(logprobs=fused[0], at_ids=fused[1], top_ids=fused[2], top_logprobs=fused[3])
 
-    def _chunk(
-        self,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
+
+class FusedScores(torch.autograd.Function):
+    """Hidden states to scores, without the logits in between.
+
+    The weight's gradient is summed over the chunks in fp32: into its master's gradient, or else rounded once.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,  # (T, D)
+        weight: torch.Tensor,  # (V, D)
+        bias: torch.Tensor | None,
         token_ids: torch.Tensor,
-        temperature: float,
         at_ids: torch.Tensor | None,
+        logit_map: LogitMap,
+        temperature: float,
         num_top: int,
-    ) -> TokenScores:
-        assert self.scale is not None
-        bias = getattr(self.model.get_output_embeddings(), "bias", None)
-        logits = linear(hidden, weight.to(hidden.dtype), bias) * self.scale
-        return _scores(logits, token_ids, temperature, at_ids, num_top)
+        holder: torch.Tensor | None,
+    ) -> tuple[torch.Tensor | None, ...]:
+        ctx.map, ctx.temperature, ctx.holder = logit_map, temperature, holder
+        parts: list[tuple[torch.Tensor, ...]] = []
+        for part in _chunks(len(token_ids), weight):
+            logits = logit_map(linear(hidden[part], weight, bias))
+            lse = logsumexp(logits, temperature)
+
+            def logprobs(ids: torch.Tensor, logits: torch.Tensor = logits, lse: torch.Tensor = lse) -> torch.Tensor:
+                return logits.gather(-1, ids).to(lse.dtype) / temperature - lse[:, None]
+
+            found = [logprobs(token_ids[part, None])[:, 0].float(), lse]
+            found += [logprobs(at_ids[part]).float()] if at_ids is not None else []
+            if num_top:
+                top_ids = most_likely(logits, num_top)[1]
+                found += [top_ids, logprobs(top_ids).float()]
+            parts.append(tuple(found))
+        given, lse, *others = (torch.cat(columns) for columns in zip(*parts, strict=True))
+        ctx.save_for_backward(hidden, weight, bias, token_ids, lse)
+        ctx.mark_non_differentiable(*others)
+        at = others.pop(0) if at_ids is not None else None
+        return given, at, *(others or (None, None))
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:
+        hidden, weight, bias, token_ids, lse = ctx.saved_tensors
+        wide = torch.float32 if weight.dtype.itemsize < 4 else weight.dtype
+        to_hidden, to_weight, to_bias = ctx.needs_input_grad[:3]
+        grad_hidden = torch.empty_like(hidden) if to_hidden else None
+        grad_weight = _sum_of(ctx.holder, weight, wide) if to_weight else None
+        grad_bias = torch.zeros_like(bias, dtype=wide) if to_bias else None
+        for part in _chunks(len(token_ids), weight):
+            logits = ctx.map(linear(hidden[part], weight, bias))
+            kept = logits.clone() if ctx.map.cap is not None else logits
+            grad_logits = logprob_gradient(logits, lse[part], token_ids[part], grad[part], ctx.temperature)
+            grad_logits = ctx.map.backward(grad_logits, kept)
+            if grad_hidden is not None:
+                torch.mm(grad_logits, weight, out=grad_hidden[part])
+            if grad_weight is not None:
+                _add_product(grad_weight, grad_logits.T, hidden[part])
+            if grad_bias is not None:
+                grad_bias += grad_logits.sum(0, dtype=wide)
+        if ctx.holder is not None:
+            grad_weight = None  # it is where it belongs
+        return grad_hidden, grad_weight, grad_bias, None, None, None, None, None, None
+
+
+def _sum_of(holder: torch.Tensor | None, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Where the weight's gradient is summed."""
+    if holder is None:
+        return torch.zeros_like(weight, dtype=dtype)
+    if holder.grad is None:
+        holder.grad = torch.zeros(holder.shape, dtype=holder.dtype, device=holder.device)
+    return holder.grad
+
+
+def _chunks(num_tokens: int, weight: torch.Tensor) -> list[slice]:
+    size = max(1, CHUNK_LOGITS.get(weight.device.type, CHUNK_LOGITS["cpu"]) // weight.shape[0])
+    return [slice(start, start + size) for start in range(0, num_tokens, size)]
+
+
+def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """total += a @ b, the product's digits kept where a GPU can."""
+    if total.dtype == a.dtype:
+        total.addmm_(a, b)
+    elif a.is_cuda:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total.addmm_(a.to(total.dtype), b.to(total.dtype))
 
 
 def _scores(
@@ -90,30 +183,19 @@ def _scores(
     top = logprobs.detach().topk(num_top, dim=-1) if num_top else None
     return TokenScores(
         logprobs=logprobs.gather(-1, token_ids[:, None])[:, 0].float(),
-        at_ids=None if at_ids is None else logprobs.gather(-1, at_ids).float(),
+        at_ids=None if at_ids is None else logprobs.detach().gather(-1, at_ids).float(),
         top_ids=None if top is None else top.indices,
         top_logprobs=None if top is None else top.values.float(),
     )
 
 
-def _join(chunks: list[TokenScores]) -> TokenScores:
-    def cat(parts: list[torch.Tensor | None]) -> torch.Tensor | None:
-        tensors = [part for part in parts if part is not None]
-        return torch.cat(tensors) if tensors else None
-
-    return TokenScores(
-        logprobs=torch.cat([chunk.logprobs for chunk in chunks]),
-        at_ids=cat([chunk.at_ids for chunk in chunks]),
-        top_ids=cat([chunk.top_ids for chunk in chunks]),
-        top_logprobs=cat([chunk.top_logprobs for chunk in chunks]),
-    )
-
-
 @torch.no_grad()
-def _logit_scale(model: PreTrainedModel) -> float | None:
-    """s with logits = s * lm_head(hidden), or None if there is no such number."""
-    if any("softcap" in key and given for key, given in model.config.to_dict().items()):
-        return None  # small logits would not show it
+def _logit_map(model: PreTrainedModel) -> LogitMap | None:
+    """How the module's logits come from lm_head(hidden), if it is known."""
+    capping = {key: given for key, given in model.config.to_dict().items() if "softcap" in key and given}
+    cap = capping.pop("final_logit_softcapping", None)
+    if capping:
+        return None
     ids = torch.arange(4, device=model.device)[None] % model.config.vocab_size
     try:
         hidden = model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
@@ -121,8 +203,8 @@ def _logit_scale(model: PreTrainedModel) -> float | None:
     except (AttributeError, TypeError):
         return None
     logits = model(input_ids=ids, use_cache=False).logits.double()
-    scale = float((logits * plain).sum() / (plain * plain).sum())
     tolerance = 1e-5 if model.dtype.itemsize >= 4 else 1e-2
-    if not torch.allclose(logits, scale * plain, rtol=tolerance, atol=tolerance * float(logits.abs().max())):
-        return None
-    return 1.0 if abs(scale - 1.0) < tolerance else scale
+    scale = 1.0 if cap is not None else float((logits * plain).sum() / (plain * plain).sum())
+    found = LogitMap(1.0 if abs(scale - 1.0) < tolerance else scale, cap)
+    same = torch.allclose(logits, found(plain), rtol=tolerance, atol=tolerance * float(logits.abs().max()))
+    return found if same else None

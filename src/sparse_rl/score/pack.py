@@ -8,13 +8,24 @@ into one row without padding; it says which of the T tokens it predicts.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from sparse_rl.model.attention import PackedRows, packed_positions
-from sparse_rl.types import Rollout
+from sparse_rl.types import Prompt, Rollout
+
+
+class Packable(Protocol):
+    """What a row can be packed from: a rollout, or a completion somebody wrote."""
+
+    @property
+    def prompt(self) -> Prompt: ...
+
+    @property
+    def token_ids(self) -> torch.Tensor: ...  # (T,) of the completion
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +83,7 @@ def flatten(rollouts: list[Rollout], device: torch.device) -> Completions:
     )
 
 
-def pack(rollouts: list[Rollout], max_tokens: int, chosen: list[int] | None = None) -> list[Microbatch]:
+def pack(rollouts: Sequence[Packable], max_tokens: int, chosen: list[int] | None = None) -> list[Microbatch]:
     """The chosen rollouts (all, if none are named) in microbatches of at most `max_tokens`; a longer one goes alone."""
     chosen = list(range(len(rollouts))) if chosen is None else chosen
     lengths = {i: len(rollouts[i].prompt.ids) + len(rollouts[i].token_ids) for i in chosen}
@@ -90,22 +101,22 @@ def pack(rollouts: list[Rollout], max_tokens: int, chosen: list[int] | None = No
     return [_microbatch(rollouts, sorted(members), first_token) for members in bins]
 
 
-def _microbatch(rollouts: list[Rollout], indices: list[int], first_token: list[int]) -> Microbatch:
+def _microbatch(rollouts: Sequence[Packable], indices: list[int], first_token: list[int]) -> Microbatch:
     boundaries = [0]
-    ids: list[int] = []
-    predicting: list[int] = []
-    tokens: list[int] = []
+    ids: list[torch.Tensor] = []
+    predicting: list[torch.Tensor] = []
+    tokens: list[torch.Tensor] = []
     for i in indices:
-        prompt_ids, token_ids = rollouts[i].prompt.ids, rollouts[i].token_ids.tolist()
-        start = len(ids) + len(prompt_ids) - 1
-        ids += [*prompt_ids, *token_ids]
-        predicting += range(start, start + len(token_ids))
-        tokens += range(first_token[i], first_token[i + 1])
-        boundaries.append(len(ids))
+        prompt_ids, token_ids = rollouts[i].prompt.ids, rollouts[i].token_ids
+        start = boundaries[-1] + len(prompt_ids) - 1
+        ids += [torch.tensor(prompt_ids), token_ids]
+        predicting.append(torch.arange(start, start + len(token_ids)))
+        tokens.append(torch.arange(first_token[i], first_token[i + 1]))
+        boundaries.append(start + 1 + len(token_ids))
     return Microbatch(
         indices=tuple(indices),
-        ids=torch.tensor(ids),
+        ids=torch.cat(ids),
         boundaries=boundaries,
-        predicting=torch.tensor(predicting),
-        tokens=torch.tensor(tokens),
+        predicting=torch.cat(predicting),
+        tokens=torch.cat(tokens),
     )

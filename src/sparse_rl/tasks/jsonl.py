@@ -15,13 +15,15 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from sparse_rl.tasks.base import GIVEN, Reward, Rewards
 from sparse_rl.types import Prompt
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,10 +77,7 @@ class Rows:
         self.eval = [_as_prompt(row, f"evaluation row {i}", tokenizer) for i, row in enumerate(eval_rows)]
 
     def stream(self, start: int, count: int, seed: int) -> list[Prompt]:
-        size = len(self.train)
-        last = (start + count - 1) // size
-        orders = {epoch: _shuffled(size, seed, epoch) for epoch in range(start // size, last + 1)}
-        return [self.train[orders[i // size][i % size]] for i in range(start, start + count)]
+        return take(self.train, start, count, seed)
 
     def held_out(self, count: int) -> list[Prompt]:
         return self.eval[:count]
@@ -176,6 +175,14 @@ def _import_file(path: Path) -> Any:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def take(items: Sequence[T], start: int, count: int, seed: int) -> list[T]:
+    """Items number `start` to `start + count` of the endless stream in which every epoch has an order of its own."""
+    size = len(items)
+    last = (start + count - 1) // size
+    orders = {epoch: _shuffled(size, seed, epoch) for epoch in range(start // size, last + 1)}
+    return [items[orders[i // size][i % size]] for i in range(start, start + count)]
 
 
 def _shuffled(size: int, seed: int, epoch: int) -> list[int]:

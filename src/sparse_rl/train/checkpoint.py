@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints: `checkpoint-N` in Hugging Face layout, and beside the model what resuming needs.
 
-    config.json, model.safetensors, tokenizer ...   loads with from_pretrained
+    config.json, model.safetensors, tokenizer ...   loads with from_pretrained; under LoRA, instead of the model,
+                                                    adapter_config.json and adapter_model.safetensors, as peft's
     state/                                          fp32 weights and the optimiser's state by parameter, as shards that
                                                     any number of processes can read (torch.distributed.checkpoint)
     trainer_state.json                              step, settings, best evaluation, sizes of the run's logs, and
@@ -18,21 +19,17 @@ import json
 import os
 import re
 import shutil
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from sparse_rl.model.load import LoadedModel
+from sparse_rl.model.lora import save_model
 from sparse_rl.train.learner import Learner
 from sparse_rl.train.processes import is_lost
+from sparse_rl.train.shard_files import read_shards, whole_masters, write_shards
 
 STATE, SHARDS = "trainer_state.json", "state"
 
@@ -46,20 +43,16 @@ def save(folder: Path, loaded: LoadedModel, learner: Learner, state: dict[str, A
         temporary.mkdir(parents=True)
 
     def finish() -> None:
-        loaded.model.save_pretrained(temporary)
+        save_model(loaded.model, temporary)
         loaded.tokenizer.save_pretrained(temporary)
         files = {str(path.relative_to(temporary)): _digest(path) for path in _files(temporary)}
         record = state | {"num_updates": learner.num_updates, "files": files}
         (temporary / STATE).write_text(json.dumps(record, indent=1) + "\n")
-        for path in [*_files(temporary), *_folders(temporary)]:
-            _to_disk(path)
-        remove(folder)
-        temporary.rename(folder)
-        _to_disk(folder.parent)
+        publish(temporary, folder)
 
     try:
         processes.by_first(begin)
-        processes.together(lambda: _write_shards(temporary / SHARDS, learner))
+        processes.together(lambda: write_shards(temporary / SHARDS, learner))
         processes.by_first(finish)
     except (OSError, RuntimeError, SafetensorError) as error:  # each library has its own word for a full disk
         if processes.first:
@@ -72,6 +65,15 @@ def save(folder: Path, loaded: LoadedModel, learner: Learner, state: dict[str, A
         if processes.first:
             remove(temporary)
         raise
+
+
+def publish(temporary: Path, folder: Path) -> None:
+    """Bring a folder to disk, then give it its name."""
+    for path in [*_files(temporary), *_folders(temporary)]:
+        _to_disk(path)
+    remove(folder)
+    temporary.rename(folder)
+    _to_disk(folder.parent)
 
 
 def read_state(folder: Path) -> dict[str, Any]:
@@ -94,69 +96,18 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 def restore(folder: Path, learner: Learner, num_updates: int) -> None:
     """Put the weights and the optimiser state of a checkpoint that `read_state` found whole into the learner."""
-    reader = FileSystemReader(folder / SHARDS)
-    saved = reader.read_metadata().state_dict_metadata
-    ours = {f"masters.{name}": master.shape for name, master in learner.masters.state_dict().items()}
-    theirs = {key: getattr(entry, "size", None) for key, entry in saved.items() if key.startswith("masters.")}
-    wrong = sorted(key for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key))
+    wrong = read_shards(folder / SHARDS, learner)
     if wrong:
         raise ValueError(
-            f"checkpoint {folder} is of another model ({wrong[0].partition('.')[2]} differs); give the model it was "
-            "trained from."
+            f"checkpoint {folder} is of another model ({wrong[0]} differs); give the model it was trained from, and "
+            "its lora settings."
         )
-    _make_optimizer_state(learner, [key for key in saved if key.startswith("optimizer.")])
-    state = _shards(learner)
-    with _no_warning():
-        state_dict_loader.load(state, storage_reader=reader, no_dist=not learner.processes.grouped)
-    for name, master in zip(learner.masters.names, learner.masters.masters, strict=True):
-        if name in state["optimizer"]:
-            learner.optimizer.state[master] = state["optimizer"][name]
-    learner.masters.load_state_dict(state["masters"])
-    learner.masters.to_sampler()
     learner.num_updates = num_updates
 
 
-def _shards(learner: Learner) -> dict[str, Any]:
-    """The tensors a checkpoint keeps; those of a sharded learner are this process's part."""
-    masters, states = learner.masters, learner.optimizer.state
-    by_name = zip(masters.names, masters.masters, strict=True)
-    return {
-        "masters": masters.state_dict(),
-        "optimizer": {name: dict(states[master]) for name, master in by_name if master in states},
-    }
-
-
-def _write_shards(folder: Path, learner: Learner) -> None:
-    try:
-        with _no_warning():
-            state_dict_saver.save(_shards(learner), checkpoint_id=folder, no_dist=not learner.processes.grouped)
-    except CheckpointException as error:  # of which the library makes no Exception
-        reason, _ = next(iter(error.failures.values()))
-        raise OSError(str(reason)) from error
-
-
-def _make_optimizer_state(learner: Learner, keys: list[str]) -> None:
-    """State to read a checkpoint's into, for the parameters it has any for: a step that moves nothing makes it."""
-    optimizer, masters = learner.optimizer, learner.masters
-    optimizer.state.clear()
-    rates = [group["lr"] for group in optimizer.param_groups]
-    for name, master in zip(masters.names, masters.masters, strict=True):
-        known = any(key.startswith(f"optimizer.{name}.") for key in keys)
-        master.grad = torch.zeros_like(master) if known else None
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0
-    optimizer.step()
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
-    masters.zero_grad()
-
-
-@contextmanager
-def _no_warning() -> Iterator[None]:
-    """The library warns of every save that is not distributed."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield
+def read_masters(folder: Path) -> dict[str, torch.Tensor]:
+    """The fp32 weights of a checkpoint, by the module's names."""
+    return whole_masters(folder / SHARDS)
 
 
 def checkpoints(run: Path) -> list[Path]:

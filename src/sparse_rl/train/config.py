@@ -4,14 +4,41 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from transformers import PreTrainedModel
 
 from sparse_rl.kv import Full, KVPolicy
 from sparse_rl.objective.advantage import Estimator
 from sparse_rl.objective.correction import check_choices
 from sparse_rl.rollout import Sampling
+from sparse_rl.tasks import Task
 from sparse_rl.train.update import UpdateConfig
 
 BEST = ("eval/dense/reward", "eval/sparse/reward")
+
+
+class RunConfig(Protocol):
+    """What the settings of every run have, whatever it learns from."""
+
+    @property
+    def output_dir(self) -> str: ...
+
+    @property
+    def steps(self) -> int: ...
+
+    @property
+    def seed(self) -> int: ...
+
+    @property
+    def save_every(self) -> int: ...
+
+    @property
+    def save_total_limit(self) -> int | None: ...
+
+    @property
+    def resume_from_checkpoint(self) -> bool | str: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,16 +79,19 @@ class TrainerConfig:
                 raise ValueError(f"trainer.{field} is {getattr(self, field)}; it must be at least 0.")
         if self.prompts_per_step < 1:
             raise ValueError(f"trainer.prompts_per_step is {self.prompts_per_step}; it must be at least 1.")
-        if self.seed >= 1 << 32:
-            raise ValueError(f"trainer.seed is {self.seed}; it must be below 2^32.")
         if self.best_metric not in BEST:
             raise ValueError(f"trainer.best_metric is {self.best_metric!r}; choose one of {', '.join(BEST)}.")
-        if self.save_total_limit is not None and self.save_total_limit < 1:
-            raise ValueError(
-                f"trainer.save_total_limit is {self.save_total_limit}; it must be at least 1, or left out."
-            )
-        if not self.output_dir:
-            raise ValueError("trainer.output_dir is empty; name a folder.")
+        check_run(self)
+
+
+def check_run(config: RunConfig) -> None:
+    """Refuse what no run can have."""
+    if config.seed >= 1 << 32:
+        raise ValueError(f"trainer.seed is {config.seed}; it must be below 2^32.")
+    if config.save_total_limit is not None and config.save_total_limit < 1:
+        raise ValueError(f"trainer.save_total_limit is {config.save_total_limit}; it must be at least 1, or left out.")
+    if not config.output_dir:
+        raise ValueError("trainer.output_dir is empty; name a folder.")
 
 
 def check_settings(sampling: Sampling, update: UpdateConfig, kv: KVPolicy, config: TrainerConfig) -> None:
@@ -86,3 +116,20 @@ def check_settings(sampling: Sampling, update: UpdateConfig, kv: KVPolicy, confi
         )
     if isinstance(kv, Full) and config.best_metric != BEST[0]:
         raise ValueError(f"trainer.best_metric is {config.best_metric!r}, but kv.policy full has no sparse cache.")
+
+
+def check_model(model: PreTrainedModel) -> None:
+    """The learner's log-probs must be the sampler's."""
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Dropout) and module.p > 0:
+            raise ValueError(f"the model has dropout {module.p} in {name}; set it to 0 in its config.")
+
+
+def check_prompts(task: Task, context: int) -> None:
+    """A prompt that leaves no room for an answer is better known now than at some step."""
+    for prompt in [*getattr(task, "train", []), *getattr(task, "eval", [])]:
+        if len(prompt.ids) >= context:
+            raise ValueError(
+                f"the prompt that begins {prompt.text[:60]!r} has {len(prompt.ids)} tokens, and the model's "
+                f"context is {context}; remove it."
+            )

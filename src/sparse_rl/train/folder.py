@@ -22,15 +22,15 @@ import sparse_rl
 from sparse_rl.metrics import RunLog, read_log
 from sparse_rl.model.load import LoadedModel
 from sparse_rl.train import checkpoint
-from sparse_rl.train.config import TrainerConfig
+from sparse_rl.train.config import RunConfig, TrainerConfig
 
 logger = logging.getLogger(__name__)
 
 PROGRAMS = ("sparse-rl", "sparse_rl/__main__.py")
 
 
-def check_folder(config: TrainerConfig) -> None:
-    """Refuse to mix two runs in a folder, or to resume nothing."""
+def check_folder(config: RunConfig, section: str = "task") -> None:
+    """Refuse to mix two runs in a folder, or to resume nothing; `section` is one that only this kind of run has."""
     run, resume = Path(config.output_dir), config.resume_from_checkpoint
     names = ("run.json", *RunLog.FILES)
     taken = [name for name in names if (run / name).exists()] + [path.name for path in checkpoint.checkpoints(run)]
@@ -39,9 +39,14 @@ def check_folder(config: TrainerConfig) -> None:
         raise ValueError(f"{run} has a run in it ({taken[0]}); {remedy}give another --trainer.output_dir.")
     if resume and not (run / "run.json").exists():
         raise ValueError(f"there is no run to resume in {run}; leave out trainer.resume_from_checkpoint.")
+    recorded = _recorded(run).get("config") if resume else None
+    if recorded and section not in recorded:
+        raise ValueError(
+            f"{run} has a run of another kind in it, without {section} settings; give another --trainer.output_dir."
+        )
 
 
-def chosen_checkpoint(config: TrainerConfig) -> Path | None:
+def chosen_checkpoint(config: RunConfig) -> Path | None:
     """The checkpoint to resume from; None for a new run, or one that was stopped before its first checkpoint."""
     run, given = Path(config.output_dir), config.resume_from_checkpoint
     found = checkpoint.checkpoints(run)
@@ -64,15 +69,33 @@ def chosen_checkpoint(config: TrainerConfig) -> Path | None:
     return Path(given)
 
 
+def chosen_state(config: TrainerConfig, optimizer_kind: str) -> tuple[Path | None, dict[str, Any]]:
+    """The checkpoint to resume from and what it says, if there is one that this run can go on from."""
+    run, folder = Path(config.output_dir), chosen_checkpoint(config)
+    if folder is None:
+        return None, {"logs": {}}
+    state = checkpoint.read_state(folder)
+    if state["step"] > config.steps:
+        raise ValueError(
+            f"trainer.steps is {config.steps}, but {folder.name} is beyond it; raise trainer.steps, or resume "
+            "from an earlier checkpoint."
+        )
+    kind = state["settings"]["optimizer"].get("kind", "adamw")
+    if kind != optimizer_kind:
+        raise ValueError(
+            f"optimizer.kind is {optimizer_kind!r}, but {folder.name} was written with {kind!r}, whose "
+            "state the other cannot read; resume with that."
+        )
+    RunLog.check(run, state["logs"])
+    return folder, state
+
+
 def start_record(run: Path, settings: dict[str, Any], loaded: LoadedModel, num_processes: int = 1) -> None:
     """run.json: the settings and the machine of the last start, and when the run was first started."""
     path = run / "run.json"
-    started = datetime.now(UTC).isoformat(timespec="seconds")
-    if path.exists():
-        try:
-            started = json.loads(path.read_text())["started"]
-        except (ValueError, KeyError, TypeError):
-            logger.warning("%s was damaged; it is written anew.", path)
+    started = _recorded(run).get("started")
+    if path.exists() and started is None:
+        logger.warning("%s was damaged; it is written anew.", path)
     device = loaded.model.device
     hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()} CPU"
     several = f", {num_processes} processes" if num_processes > 1 else ""
@@ -88,11 +111,21 @@ def start_record(run: Path, settings: dict[str, Any], loaded: LoadedModel, num_p
         },
         "hardware": f"{hardware}, {torch.get_num_threads()} threads" + several,
         "parameters": sum(parameter.numel() for parameter in loaded.model.parameters()),
-        "started": started,
+        "trainable_parameters": sum(p.numel() for p in loaded.model.parameters() if p.requires_grad),
+        "started": started or datetime.now(UTC).isoformat(timespec="seconds"),
     }
     temporary = path.with_suffix(".tmp")
     temporary.write_text(json.dumps(record, indent=1) + "\n")
     os.replace(temporary, path)
+
+
+def _recorded(run: Path) -> dict[str, Any]:
+    """What run.json says; nothing if it is missing or damaged."""
+    try:
+        record = json.loads((run / "run.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return record if isinstance(record, dict) else {}
 
 
 def lock(run: Path) -> IO[str]:

@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-import logging
+import importlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -15,15 +15,16 @@ from torch.distributed.tensor import DTensor
 from sparse_rl.objective.correction import check_choices
 from sparse_rl.score.head import Head
 from sparse_rl.train.master import MasterWeights
+from sparse_rl.train.offload import HostMasters
 from sparse_rl.train.processes import Processes
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerConfig:
     """AdamW and its learning rate.
 
+    kind: "adamw", or "adamw_8bit" with moments of a byte each (torchao's)
+    offload: keep fp32 weights and moments in the host's memory and take the step there; needs a GPU
     learning_rate: at its highest
     schedule: "constant", "linear" (to 0 at the end) or "cosine" (to 0 at the end)
     warmup: updates over which the learning rate rises from 0
@@ -33,6 +34,8 @@ class OptimizerConfig:
     eps: added to the denominator
     """
 
+    kind: Literal["adamw", "adamw_8bit"] = "adamw"
+    offload: bool = False
     learning_rate: float = 1e-6
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup: int = 0
@@ -50,11 +53,26 @@ class OptimizerConfig:
             if not 0 <= getattr(self, field) < 1:
                 raise ValueError(f"optimizer.{field} is {getattr(self, field)}; it must lie in [0, 1).")
 
-    def build(self, masters: MasterWeights) -> torch.optim.AdamW:
+    def masters(self, module: torch.nn.Module) -> MasterWeights:
+        """The module's fp32 side, where these settings want it."""
+        if not self.offload:
+            return MasterWeights(module)
+        device = next(module.parameters()).device
+        if device.type != "cuda":
+            raise ValueError(
+                f"optimizer.offload needs a GPU to take memory from, and the model is on {device.type}; leave it out."
+            )
+        return HostMasters(module)
+
+    def build(self, masters: MasterWeights) -> torch.optim.Optimizer:
         decayed = [master for master in masters.masters if master.dim() > 1]
         others = [master for master in masters.masters if master.dim() <= 1]
         groups = [{"params": decayed, "weight_decay": self.weight_decay}, {"params": others, "weight_decay": 0.0}]
-        return torch.optim.AdamW(groups, lr=self.learning_rate, betas=(self.beta1, self.beta2), eps=self.eps)
+        settings: dict[str, Any] = {"lr": self.learning_rate, "betas": (self.beta1, self.beta2), "eps": self.eps}
+        if self.kind == "adamw_8bit":
+            return _torchao().AdamW8bit(groups, **settings)
+        fused = self.offload or masters.masters[0].is_cuda
+        return torch.optim.AdamW(groups, **settings, fused=fused or None)
 
     def rate(self, update: int, num_updates: int) -> float:
         """The learning rate of an update, counted from 0."""
@@ -91,18 +109,30 @@ class Learner:
         """Clip, step, publish; the schedule goes on even where nothing moves."""
         if self.rate is not None:
             for group in self.optimizer.param_groups:
-                group["lr"] = self.rate(self.num_updates)
+                set_rate(group, self.rate(self.num_updates))
         self.num_updates += 1
         metrics = {"learning_rate": float(self.optimizer.param_groups[0]["lr"])}
         if skip:
+            self.masters.zero_grad()
             return metrics | {"grad_norm": 0.0, "correction/skipped_updates": 1.0}
-        total = torch.nn.utils.clip_grad_norm_(self.masters.masters, max_grad_norm)
+        total = torch.nn.utils.clip_grad_norm_(self.masters.holders, max_grad_norm)
         norm = float(total.full_tensor() if isinstance(total, DTensor) else total)
         finite = math.isfinite(norm)
         if finite:
-            self.optimizer.step()
-            self.masters.publish()
-        else:
-            logger.warning("the gradient norm is %s: this update changes nothing.", norm)
+            self.masters.step(self.optimizer)
         self.masters.zero_grad()
         return metrics | {"grad_norm": norm, "correction/skipped_updates": float(not finite)}
+
+
+def set_rate(group: dict[str, Any], rate: float) -> None:
+    if isinstance(group["lr"], torch.Tensor):  # torchao's compiled step reads it
+        group["lr"].fill_(rate)
+    else:
+        group["lr"] = rate
+
+
+def _torchao() -> Any:
+    try:
+        return importlib.import_module("torchao.optim")
+    except ImportError as error:
+        raise ValueError("optimizer.kind is 'adamw_8bit', which needs torchao; pip install torchao.") from error

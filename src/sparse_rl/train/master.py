@@ -19,26 +19,42 @@ class MasterWeights:
     def __init__(self, module: nn.Module) -> None:
         self.names = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
         self.parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        self.masters = [self.master_of(parameter) for parameter in self.parameters]
         if not self.parameters:
             raise ValueError("the model has no parameter that requires a gradient; there is nothing to train.")
-        self.masters = self._masters(module)
+        self.holders = [self.holder_of(p, master) for p, master in zip(self.parameters, self.masters, strict=True)]
+        self.collect(module)
 
-    def _masters(self, module: nn.Module) -> list[nn.Parameter]:
-        """The fp32 copies, to which each parameter's gradient moves as soon as it is there."""
-        masters = [p if p.dtype.itemsize >= 4 else nn.Parameter(p.detach().float().clone()) for p in self.parameters]
+    def collect(self, module: nn.Module) -> None:
+        """Let each parameter's gradient move to its holder as soon as it is there."""
         for hook in getattr(module, HOOKS, []):  # of masters that were here before
             hook.remove()
+        for parameter, holder in zip(self.parameters, self.holders, strict=True):
+            parameter.gradient_holder = None if holder is parameter else holder  # type: ignore[attr-defined]
         hooks = [
-            parameter.register_post_accumulate_grad_hook(_move_gradient(master))
-            for parameter, master in zip(self.parameters, masters, strict=True)
-            if master is not parameter
+            parameter.register_post_accumulate_grad_hook(_move_gradient(holder))
+            for parameter, holder in zip(self.parameters, self.holders, strict=True)
+            if holder is not parameter
         ]
         setattr(module, HOOKS, hooks)
-        return masters
+
+    def master_of(self, parameter: nn.Parameter) -> nn.Parameter:
+        if parameter.dtype.itemsize >= 4:
+            return parameter
+        return nn.Parameter(parameter.detach().float())
+
+    def holder_of(self, parameter: nn.Parameter, master: nn.Parameter) -> nn.Parameter:
+        """What collects the parameter's gradient, as its .grad."""
+        return master
 
     def zero_grad(self) -> None:
-        for master in self.masters:
-            master.grad = None
+        for holder in self.holders:
+            holder.grad = None
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Move the masters by their gradients, and the module with them."""
+        optimizer.step()
+        self.publish()
 
     @torch.no_grad()
     def publish(self) -> None:
@@ -61,11 +77,14 @@ class MasterWeights:
         self.publish()
 
 
-def _move_gradient(master: nn.Parameter):  # type: ignore[no-untyped-def]
+def _move_gradient(holder: nn.Parameter):  # type: ignore[no-untyped-def]
     def add(parameter: torch.Tensor) -> None:
-        assert parameter.grad is not None
-        gradient = parameter.grad.float()
-        master.grad = gradient if master.grad is None else master.grad.add_(gradient)
+        if parameter.grad is None:  # the head's weight: its gradient went straight to the holder
+            return
+        if holder.grad is None:
+            holder.grad = parameter.grad.float()
+        else:
+            holder.grad += parameter.grad
         parameter.grad = None
 
     return add

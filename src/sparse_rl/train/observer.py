@@ -4,19 +4,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sparse_rl.rollout import Progress
-
-if TYPE_CHECKING:
-    from sparse_rl.train.trainer import Trainer
 
 
 class Observer:
     """Does nothing; override what you want to see."""
 
-    def on_begin(self, trainer: Trainer) -> None:
-        """Before the first step, or the first after a resume."""
+    def on_begin(self, trainer: Any) -> None:
+        """Before the first step, or the first after a resume; it is given the Trainer or the SFTTrainer."""
 
     def on_progress(self, stage: str, progress: Progress) -> None:
         """While sampling; the stage is "rollout", "baseline", "eval/dense" or "eval/sparse"."""

@@ -118,16 +118,9 @@ class Processes:
             return
         ended = f"another of the {self.size} processes has ended"
         remedy = f"start {run} again with --trainer.resume_from_checkpoint true."
-
-        def told(*_: Any) -> None:
-            raise Lost(f"told to stop (SIGTERM), as torchrun does when {ended}; {remedy}")
-
-        in_main = threading.current_thread() is threading.main_thread()
-        ours = in_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-        if ours:
-            signal.signal(signal.SIGTERM, told)
+        late = f"sparse-rl: process {self.rank} cannot stop {GRACE_S:g} s after SIGTERM; if {ended}, {remedy}"
         try:
-            with _heard_in_a_collective(f"sparse-rl: process {self.rank} waits in vain: {ended}; {remedy}", in_main):
+            with _heard_in_a_collective(late):
                 yield
         except RuntimeError as error:
             if not is_lost(error):
@@ -135,9 +128,6 @@ class Processes:
             first_line = str(error).strip().splitlines()[0]
             reason = "its connection is closed" if "by peer" in first_line else first_line
             raise Lost(f"{ended} ({reason}); {remedy}") from error
-        finally:
-            if ours:
-                signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 @contextmanager
@@ -170,9 +160,9 @@ def watched(method: F) -> F:
 
 
 @contextmanager
-def _heard_in_a_collective(words: str, in_main: bool) -> Iterator[None]:
+def _heard_in_a_collective(words: str) -> Iterator[None]:
     """Say the words if SIGTERM comes and nothing follows: Python hears no signal while it waits for a GPU."""
-    if not in_main:
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
     reading, writing = os.pipe()

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from sparse_rl.kv import EvictPolicy, KVPolicy
 from sparse_rl.metrics import HIGH_REJECTION
+from sparse_rl.rollout.engine import EngineStats
 from sparse_rl.tasks import Graded
 from sparse_rl.train.update import Updated
 from sparse_rl.types import Rollout, kv_saved_frac
@@ -45,6 +46,39 @@ def rollout_metrics(rollouts: list[Rollout], graded: Graded, groups: list[int]) 
         "kv/saved_frac": kv_saved_frac(rollouts),
         "kv/peak_frac": sum(rollout.kv.peak for rollout in rollouts) / dense_peak if dense_peak else 1.0,
     }
+
+
+def engine_metrics(rollouts: list[Rollout], stats: EngineStats, rows: int, seconds: float) -> dict[str, float]:
+    """How the engine sampled them."""
+    return {
+        "rollout/tokens_per_s": sum(len(rollout.token_ids) for rollout in rollouts) / seconds,
+        "rollout/rows": rows,
+        "rollout/preemptions": stats.num_preemptions,
+        "kv/peak_bytes": stats.peak_bytes,
+        "time/capture_s": stats.capture_s,
+    }
+
+
+def warn(rollouts: list[Rollout], metrics: dict[str, float], kv: KVPolicy, warned: set[str]) -> None:
+    """What the user would want to change, each once."""
+    evicts = isinstance(kv, EvictPolicy)
+    if evicts and not any(rollout.kv.num_compressions for rollout in rollouts) and "budget" not in warned:
+        warned.add("budget")
+        longest = max(len(rollout.prompt.ids) + len(rollout.token_ids) for rollout in rollouts)
+        logger.warning(
+            "no cache was compressed: kv.budget + kv.interval exceeds the longest sequence, %d tokens; "
+            "a smaller kv.budget would save memory.",
+            longest,
+        )
+    rejection = metrics.get("correction/rejection_rate", 0.0)
+    if rejection > HIGH_REJECTION and "rejection" not in warned:
+        warned.add("rejection")
+        logger.warning(
+            "%.0f %% of the completions were rejected (above %.0f %%); raise kv.budget, or choose a gentler policy "
+            "or correction. rejected.jsonl shows which tokens the dense model would not have written.",
+            100 * rejection,
+            100 * HIGH_REJECTION,
+        )
 
 
 def repetition(token_ids: torch.Tensor) -> float:
@@ -114,28 +148,6 @@ def rejected_records(
             }
         )
     return records
-
-
-def warn_once(warned: set[str], kv: KVPolicy, rollouts: list[Rollout], metrics: dict[str, float]) -> None:
-    """What the user would want to change, each once; `warned` remembers of what."""
-    evicts = isinstance(kv, EvictPolicy)
-    if evicts and not any(rollout.kv.num_compressions for rollout in rollouts) and "budget" not in warned:
-        warned.add("budget")
-        longest = max(len(rollout.prompt.ids) + len(rollout.token_ids) for rollout in rollouts)
-        logger.warning(
-            "no cache was compressed: kv.budget + kv.interval exceeds the longest sequence, %d tokens; "
-            "a smaller kv.budget would save memory.",
-            longest,
-        )
-    rejection = metrics.get("correction/rejection_rate", 0.0)
-    if rejection > HIGH_REJECTION and "rejection" not in warned:
-        warned.add("rejection")
-        logger.warning(
-            "%.0f %% of the completions were rejected (above %.0f %%); raise kv.budget, or choose a gentler policy "
-            "or correction. rejected.jsonl shows which tokens the dense model would not have written.",
-            100 * rejection,
-            100 * HIGH_REJECTION,
-        )
 
 
 def _number(value: torch.Tensor) -> float | None:

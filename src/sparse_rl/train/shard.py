@@ -19,6 +19,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import PreTrainedModel
 
 from sparse_rl.score.head import Head, TokenScores
+from sparse_rl.train.layers import decoder_layers
+from sparse_rl.train.learner import OptimizerConfig
 from sparse_rl.train.master import MasterWeights
 from sparse_rl.train.processes import Processes
 
@@ -30,11 +32,15 @@ class ShardedWeights(MasterWeights):
         self.root: Any = _shard(_Scorer(copy.deepcopy(module)), module.dtype, processes.size)
         self.head = ShardedHead(self.root)
         self.moved = False  # since the sampler's module was written
+        shards = {name.removeprefix("model."): shard for name, shard in self.root.named_parameters()}
+        self.shards = {parameter: shards[name] for name, parameter in module.named_parameters()}
         super().__init__(module)
 
-    def _masters(self, module: nn.Module) -> list[nn.Parameter]:
-        shards = {name.removeprefix("model."): shard for name, shard in self.root.named_parameters()}
-        return [shards[name] for name in self.names]
+    def master_of(self, parameter: nn.Parameter) -> nn.Parameter:
+        return self.shards[parameter]
+
+    def collect(self, module: nn.Module) -> None:
+        """Nothing to do: FSDP sums the gradients into the shards, and the sampler's module has none."""
 
     def publish(self) -> None:
         """The next forward gathers them; the sampler waits until its turn."""
@@ -49,11 +55,18 @@ class ShardedWeights(MasterWeights):
         self.moved = False
 
 
+def check_sharded(optimizer: OptimizerConfig) -> None:
+    """Refuse what has no sharded form."""
+    if optimizer.offload or optimizer.kind != "adamw":
+        option = "offload is true" if optimizer.offload else f"kind is {optimizer.kind!r}"
+        raise ValueError(f"optimizer.{option}, but under torchrun AdamW's state is sharded over GPUs; leave it out.")
+
+
 class ShardedHead(Head):
     """The head of the sharded module."""
 
     def __init__(self, root: _Scorer) -> None:
-        self.root, self.model, self.scale = root, root.model, root.head.scale
+        self.root, self.model, self.map = root, root.model, root.head.map
 
     def __call__(
         self,
@@ -96,7 +109,7 @@ def _shard(scorer: _Scorer, dtype: torch.dtype, size: int) -> _Scorer:
         param_dtype=dtype if lower else None, reduce_dtype=torch.float32 if lower else None, cast_forward_inputs=False
     )
     mesh = init_device_mesh(scorer.model.device.type, (size,))
-    for module in (*getattr(scorer.model.get_decoder(), "layers", ()), scorer):
+    for module in (*decoder_layers(scorer.model), scorer):
         for parameter in module.parameters():
             if parameter.requires_grad and parameter.dtype.itemsize < 4:
                 parameter.data = parameter.data.float()

@@ -32,11 +32,9 @@ def generate(
     return [rollout for part in processes.gather(own) for rollout in part]
 
 
-def rollout_stats(engine: Engine, processes: Processes) -> EngineStats | None:
+def rollout_stats(engine: Engine, processes: Processes) -> EngineStats:
     """Of the last call in all processes: the largest peak, since each has its own pool, and all preemptions."""
     known = [stats for stats in processes.gather(engine.stats) if stats is not None]
-    if not known:
-        return None
     return replace(
         known[0],
         peak_bytes=max(stats.peak_bytes for stats in known),

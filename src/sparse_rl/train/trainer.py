@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The training loop: prompts, sparse rollouts, rewards, advantages, updates; and everything written on the way.
 
-A run folder holds run.json (settings and machine), metrics.jsonl, completions.jsonl, rejected.jsonl and checkpoint-N.
+A run folder holds run.json (settings and machine), metrics.jsonl, completions.jsonl, rejected.jsonl and checkpoint-N,
+and bad_batches if an update was not finite.
 Every random number is a function of the seed and the step, so a resumed run is the run that was never stopped.
 """
 
@@ -22,23 +23,26 @@ from sparse_rl.evaluate import EvalConfig, summary
 from sparse_rl.kv import Full, KVPolicy
 from sparse_rl.metrics import NoLog, RunLog, Timer
 from sparse_rl.model.load import LoadedModel
+from sparse_rl.model.lora import LoraConfig, add_adapters
 from sparse_rl.objective.advantage import advantages
 from sparse_rl.objective.correction import PRESETS, Correction, preset_name
 from sparse_rl.objective.loss import LossConfig
 from sparse_rl.objective.mismatch import overlap_ids
 from sparse_rl.rollout import Engine, EngineConfig, Sampling
+from sparse_rl.score.base_head import BaseHead
 from sparse_rl.score.head import Head
 from sparse_rl.tasks import Graded, Task
 from sparse_rl.train import checkpoint
 from sparse_rl.train.callbacks import Callbacks
-from sparse_rl.train.config import TrainerConfig, check_settings
-from sparse_rl.train.folder import check_folder, chosen_checkpoint, differences, lock, start_record, task_settings
+from sparse_rl.train.config import TrainerConfig, check_model, check_prompts, check_settings
+from sparse_rl.train.folder import check_folder, chosen_state, differences, lock, start_record, task_settings
+from sparse_rl.train.guards import POOL, GuardedEngine, Guards
 from sparse_rl.train.learner import Learner, OptimizerConfig
-from sparse_rl.train.master import MasterWeights
 from sparse_rl.train.observer import Observer
+from sparse_rl.train.peaks import MemoryPeaks
 from sparse_rl.train.processes import Processes, watched
-from sparse_rl.train.record import completion_records, rejected_records, rollout_metrics, warn_once
-from sparse_rl.train.shard import ShardedWeights
+from sparse_rl.train.record import completion_records, engine_metrics, rejected_records, rollout_metrics, warn
+from sparse_rl.train.shard import ShardedWeights, check_sharded
 from sparse_rl.train.shares import generate, grade, rollout_stats
 from sparse_rl.train.update import UpdateConfig, Updated, update
 from sparse_rl.types import Prompt, Rollout
@@ -68,6 +72,7 @@ class Trainer:
         update: UpdateConfig | None = None,
         optimizer: OptimizerConfig | None = None,
         eval: EvalConfig | None = None,
+        lora: LoraConfig | None = None,
         observers: tuple[Observer, ...] = (),
         processes: Processes | None = None,
     ) -> None:
@@ -82,54 +87,81 @@ class Trainer:
         self.correction = correction or PRESETS["sparse_rl"]
         self.loss_config, self.update_config = loss or LossConfig(), update or UpdateConfig()
         self.optimizer_config, self.eval_config = optimizer or OptimizerConfig(), eval or EvalConfig()
+        self.lora_config = lora or LoraConfig()
         self.sampling = replace(
             sampling or Sampling(n=8), top_logprobs=overlap_ids(loaded.vocab_size), seed=self.config.seed
         )
         check_settings(self.sampling, self.update_config, self.kv, self.config)
-        self._check_model()
+        check_model(loaded.model)
+        if self.lora_config.r:
+            add_adapters(loaded.model, self.lora_config, self.config.seed)
+        if self.processes.grouped:
+            check_sharded(self.optimizer_config)
         sharded = ShardedWeights(loaded.model, self.processes) if self.processes.grouped else None
-        masters = sharded or MasterWeights(loaded.model)
+        masters = sharded or self.optimizer_config.masters(loaded.model)
         total = self.config.steps * self.update_config.num_updates
         self.learner = Learner(
             sharded.head if sharded is not None else Head(loaded.model),
             self.optimizer_config.build(masters),
             masters,
-            ref_head=Head(copy.deepcopy(loaded.model).requires_grad_(False)) if self.loss_config.beta > 0 else None,
+            ref_head=self._reference() if self.loss_config.beta > 0 else None,
             rate=lambda update: self.optimizer_config.rate(update, total),
             processes=self.processes,
         )
-        self.engine = Engine(loaded, self.kv, self.engine_config)
-        self.eval_engines: dict[str, Engine] = {}  # kept for their graphs
-        self._check_prompts()
+        self.guards = Guards(first=self.processes.first)
+        self.engine = GuardedEngine(loaded, self.kv, self.engine_config, self.guards, "rollout")
+        self.guards.give_pool = self.engine.release
+        self.eval_engines: dict[str, GuardedEngine] = {}  # kept for their graphs
+        check_prompts(task, self.engine.context)
         self.step, self.num_tokens = 0, 0
-        self.rollout_stats = self.engine.stats
+        self.pending: dict[str, float] | None = {}  # of the newest step, if it was learnt but not evaluated and logged
+        self.unsaved: dict[str, Any] | None = None  # where the run stands, if no checkpoint says it
         self.best: dict[str, Any] = {"checkpoint": None, "value": None}
         self.timer = Timer()
+        self.peaks = MemoryPeaks(loaded.model.device)
         self.warned: set[str] = set()
 
     @watched
     def train(self) -> None:
-        """Run to the last step, from the start or from where `resume_from_checkpoint` says."""
+        """Run to the last step, from the start or from where `resume_from_checkpoint` says.
+
+        SIGTERM and Ctrl-C save the run and raise `Stopped`, a SystemExit.
+        """
         self._open()
+        self.guards.listen()
         try:
             for observer in self.observers:
                 observer.on_begin(self)
-            if self.step == 0:
-                self._finish_step({}, began=time.perf_counter())
+            if self.pending is not None:
+                self._finish_step(self.pending, began=time.perf_counter())
             while self.step < self.config.steps:
+                self.guards.check_together(self.learner.device)
                 began = time.perf_counter()
                 rollouts = self._roll_out()
+                stats, rows = rollout_stats(self.engine, self.processes), self.engine.config.rows
+                speed = engine_metrics(rollouts, stats, rows, self.timer.seconds["time/rollout_s"])
                 with self.timer("reward"):
                     graded = self._grade(rollouts, self.sampling.n)
                 advantages_R = self._advantages(rollouts, graded)
-                with self.timer("update"):
+                with self.timer("update"), self.peaks("update"):
                     updated = self._learn(rollouts, advantages_R)
                 self.step += 1
                 self._record(rollouts, graded, advantages_R, updated)
-                metrics = rollout_metrics(rollouts, graded, self._groups(rollouts)) | updated.metrics
-                warn_once(self.warned, self.kv, rollouts, metrics)
+                run, num_updates = Path(self.config.output_dir), self.update_config.num_updates
+                self.guards.note(updated.bad, num_updates, graded.rewards, self.step, run)
+                metrics = rollout_metrics(rollouts, graded, self._groups(rollouts)) | speed | updated.metrics
+                warn(rollouts, metrics, self.kv, self.warned)
+                self._remember(metrics)
+                self.guards.check_finite()
+                self.guards.check_together(self.learner.device)
                 self._finish_step(metrics, began)
+        except BaseException as error:
+            state = self.unsaved
+            whole = state is not None and state["step"] and state["num_updates"] == self.learner.num_updates
+            self.guards.rescue(error, self._save if whole else None, Path(self.config.output_dir))
+            raise
         finally:
+            self.guards.stop_listening()
             self._close()
             for observer in self.observers:
                 observer.on_end()
@@ -137,11 +169,10 @@ class Trainer:
     def _roll_out(self) -> list[Rollout]:
         start = self.step * self.config.prompts_per_step
         prompts = self.task.stream(start, self.config.prompts_per_step, self.config.seed)
-        with self.timer("rollout"):
+        with self.timer("rollout"), self.peaks("rollout"):
             rollouts = self._generate(self.engine, prompts, self._sampling_of(self.step), "rollout")
         self.num_tokens += sum(len(rollout.prompt.ids) + len(rollout.token_ids) for rollout in rollouts)
-        self.rollout_stats = rollout_stats(self.engine, self.processes)
-        if not self.engine.bounded:
+        if not self.engine.bounded or POOL in self.guards.halved:
             self.engine.release()  # the update needs the memory
         return rollouts
 
@@ -153,7 +184,7 @@ class Trainer:
             once = replace(self._sampling_of(self.step), n=1, temperature=0.0, top_logprobs=0)
             with self.timer("baseline"):
                 baseline = self._generate(self.engine, prompts, once, "baseline")
-            if not self.engine.bounded:
+            if not self.engine.bounded or POOL in self.guards.halved:
                 self.engine.release()
             greedy = self._grade(baseline, 1).rewards
         groups, known = torch.tensor(self._groups(rollouts)), ~graded.rewards.isnan()
@@ -176,6 +207,7 @@ class Trainer:
             temperature=self.sampling.temperature,
             max_length=self.sampling.max_tokens,
             generator=torch.Generator().manual_seed(self._seed_of(self.step)),
+            guards=self.guards,
         )
 
     def _finish_step(self, metrics: dict[str, float], began: float) -> None:
@@ -184,21 +216,19 @@ class Trainer:
         metrics = {"step": self.step, "num_tokens": self.num_tokens, **metrics}
         if self.step == 0 or last or (self.eval_config.every and self.step % self.eval_config.every == 0):
             metrics |= self._evaluate()
-        if self.step and self.rollout_stats is not None:
-            tokens = metrics["completions/mean_length"] * self.config.prompts_per_step * self.sampling.n
-            metrics["rollout/tokens_per_s"] = tokens / self.timer.seconds["time/rollout_s"]
-            metrics["kv/peak_bytes"] = self.rollout_stats.peak_bytes
-            metrics["rollout/preemptions"] = self.rollout_stats.num_preemptions
-            metrics["time/capture_s"] = self.rollout_stats.capture_s
+        metrics |= self.peaks.bytes if self.step else {}
         metrics |= self.timer.seconds | {"step_time": time.perf_counter() - began}
         self.timer = Timer()
         self.log.write("metrics.jsonl", metrics)
         for observer in self.observers:
             observer.on_log(metrics)
+        best = self.step > 0 and self.processes.by_first(lambda: self._is_best(metrics))
         due = self.config.save_every and self.step % self.config.save_every == 0
-        if self.step and self.processes.by_first(lambda: self._is_best(metrics) or last or due):
+        self._remember(None)
+        if self.step and (best or last or due):
             with self.timer("save"):
                 self._save()
+                self.processes.by_first(self._prune)
 
     def _is_best(self, metrics: dict[str, Any]) -> bool:
         """Whether this step was evaluated, and better than every one before; it is then remembered as the best."""
@@ -224,8 +254,11 @@ class Trainer:
         metrics: dict[str, float] = {}
         with self.timer("eval"):
             for cache, policy in policies.items():
-                engine = self.eval_engines.setdefault(cache, Engine(self.loaded, policy, self.engine_config))
-                rollouts = self._generate(engine, prompts, sampling, f"eval/{cache}")
+                stage = f"eval/{cache}"
+                engine = self.eval_engines.setdefault(
+                    cache, GuardedEngine(self.loaded, policy, self.engine_config, self.guards, stage)
+                )
+                rollouts = self._generate(engine, prompts, sampling, stage)
                 result = summary(rollouts, self._grade(rollouts, sampling.n).rewards, sampling.n)
                 engine.release()
                 metrics |= {f"eval/{cache}/{name}": value for name, value in result.items()}
@@ -241,19 +274,27 @@ class Trainer:
         for record in rejected_records(rollouts, updated, tokenizer, self.config.log_rejected):
             self.log.write("rejected.jsonl", {"step": self.step, **record})
 
-    def _save(self) -> None:
-        run = Path(self.config.output_dir)
-        folder = run / f"checkpoint-{self.step}"
-        state = {
+    def _remember(self, pending: dict[str, float] | None) -> None:
+        """Where the run stands now, for a checkpoint; `pending` are a step's metrics that are still to be logged."""
+        self.pending = pending
+        self.unsaved = {
             "step": self.step,
             "num_tokens": self.num_tokens,
+            "num_updates": self.learner.num_updates,
             "best": self.best,
-            "logs": self.log.sizes(),
+            "logs": self.log.written(),
             "warned": sorted(self.warned),
-            "settings": self.settings(),
+            "halved": self.guards.state(),
+            "pending": pending,
         }
-        checkpoint.save(folder, self.loaded, self.learner, state)
-        self.processes.by_first(lambda: checkpoint.prune(run, self.config.save_total_limit, self.best["checkpoint"]))
+
+    def _save(self) -> None:
+        """Write the checkpoint of what is remembered; the weights must still be those."""
+        assert self.unsaved is not None and self.unsaved["num_updates"] == self.learner.num_updates
+        state, self.unsaved = self.unsaved, None
+        folder = Path(self.config.output_dir) / f"checkpoint-{state['step']}"
+        self.log.sync()
+        checkpoint.save(folder, self.loaded, self.learner, state | {"settings": self.settings()})
         for observer in self.observers:
             observer.on_save(folder)
 
@@ -281,17 +322,7 @@ class Trainer:
         check_folder(self.config)
         run.mkdir(parents=True, exist_ok=True)
         self.lock = lock(run)
-        folder = chosen_checkpoint(self.config)
-        if folder is None:
-            return None, {"logs": {}}
-        state = checkpoint.read_state(folder)
-        if state["step"] > self.config.steps:
-            raise ValueError(
-                f"trainer.steps is {self.config.steps}, but {folder.name} is beyond it; raise trainer.steps, or resume "
-                "from an earlier checkpoint."
-            )
-        RunLog.check(run, state["logs"])
-        return folder, state
+        return chosen_state(self.config, self.optimizer_config.kind)
 
     def _start(self, sizes: dict[str, int]) -> None:
         """Write run.json, open the logs, and remove what a future that is now taken again has left."""
@@ -303,16 +334,18 @@ class Trainer:
             logger.warning("%s removed: the run goes on from step %d.", ", ".join(p.name for p in later), self.step)
         for path in later:
             checkpoint.discard(path)
-        checkpoint.prune(run, self.config.save_total_limit, self.best["checkpoint"])  # if it was stopped just before
+        self._prune()  # if it was stopped just before
 
     def _resume(self, folder: Path, state: dict[str, Any]) -> None:
         """Take up a checkpoint's state."""
         self.processes.together(lambda: checkpoint.restore(folder, self.learner, state["num_updates"]))
-        changed = differences(state["settings"], json.loads(json.dumps(self.settings())))
+        settings = json.loads(json.dumps(self.settings()))
+        changed = differences(state["settings"], settings)
         if changed:
             logger.warning("resuming with other settings: %s.", "; ".join(changed))
         self.step, self.num_tokens, self.best = state["step"], state["num_tokens"], state["best"]
-        self.warned = set(state["warned"])
+        self.warned, self.pending = set(state["warned"]), state.get("pending")
+        self.guards.restore(state.get("halved", {}), state["settings"], settings)
 
     def settings(self) -> dict[str, Any]:
         """Every setting of the run, as run.json and the checkpoints have them."""
@@ -328,24 +361,19 @@ class Trainer:
             "loss": asdict(self.loss_config),
             "update": asdict(self.update_config),
             "optimizer": asdict(self.optimizer_config),
+            "lora": asdict(self.lora_config),
             "eval": asdict(self.eval_config),
             "trainer": asdict(self.config),
         }
 
-    def _check_model(self) -> None:
-        for name, module in self.loaded.model.named_modules():
-            if isinstance(module, torch.nn.Dropout) and module.p > 0:
-                raise ValueError(f"the model has dropout {module.p} in {name}; set it to 0 in its config.")
+    def _prune(self) -> None:
+        checkpoint.prune(Path(self.config.output_dir), self.config.save_total_limit, self.best["checkpoint"])
 
-    def _check_prompts(self) -> None:
-        """A prompt that leaves no room for an answer is better known now than at some step."""
-        context = self.engine.context
-        for prompt in [*getattr(self.task, "train", []), *getattr(self.task, "eval", [])]:
-            if len(prompt.ids) >= context:
-                raise ValueError(
-                    f"the prompt that begins {prompt.text[:60]!r} has {len(prompt.ids)} tokens, and the model's "
-                    f"context is {context}; remove it."
-                )
+    def _reference(self) -> Head:
+        """The model as it is now: the module without its adapters, or a copy."""
+        if self.lora_config.r:
+            return BaseHead(self.loaded.model)
+        return Head(copy.deepcopy(self.loaded.model).requires_grad_(False))
 
     def _generate(self, engine: Engine, prompts: list[Prompt], sampling: Sampling, stage: str) -> list[Rollout]:
         return generate(engine, prompts, sampling, self.processes, self._progress(stage))
@@ -364,6 +392,7 @@ class Trainer:
 
     def _progress(self, stage: str) -> Any:
         def show(progress: Any) -> None:
+            self.guards.check()
             for observer in self.observers:
                 observer.on_progress(stage, progress)
 

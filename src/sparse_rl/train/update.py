@@ -13,25 +13,27 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 
-from sparse_rl.objective.correction import Corrected, Correction, correct
+from sparse_rl.objective.correction import Correction, check_choices
 from sparse_rl.objective.loss import LossConfig, policy_loss, token_scale
-from sparse_rl.objective.mismatch import TOP, diagnose, overlap_bounds, overlap_top
-from sparse_rl.score.head import TokenScores
-from sparse_rl.score.pack import Completions, Microbatch, flatten
+from sparse_rl.objective.mismatch import TOP, diagnose
+from sparse_rl.score.pack import flatten
 from sparse_rl.score.score import score_microbatch
+from sparse_rl.train.batch import Batch
+from sparse_rl.train.guards import Guards, optimizer_memory
+from sparse_rl.train.layers import Activations, learner_layers
 from sparse_rl.train.learner import Learner
-from sparse_rl.train.processes import Processes
 from sparse_rl.train.shares import deal
 from sparse_rl.types import Rollout
 
 logger = logging.getLogger(__name__)
 
-OVERLAPS = ("overlap", "overlap_upper", f"overlap_top{TOP}")
 SAMPLE_FRAC, SAMPLE_MIN = 0.1, 8  # of the rollouts without a loss, scored for the diagnostics
 
 
@@ -45,6 +47,8 @@ class UpdateConfig:
     max_grad_norm: gradients are scaled down to this norm
     score_first: score the batch before learning: a forward more, but rejected rollouts skip their backward
     skip_zero_rows: leave out the forward of rollouts without a loss, but for a sample
+    activations: what a layer keeps for its backward pass: "keep" (all), "recompute" or "offload" (to host memory)
+    compile: compile the decoder layers on a GPU; takes up to a minute once, and a C compiler
     """
 
     updates_per_rollout: int = 1
@@ -53,8 +57,11 @@ class UpdateConfig:
     max_grad_norm: float = 1.0
     score_first: bool = False
     skip_zero_rows: bool = True
+    activations: Activations = "keep"
+    compile: bool = True
 
     def __post_init__(self) -> None:
+        check_choices(self, "update")
         for field in ("updates_per_rollout", "num_iterations", "max_tokens", "max_grad_norm"):
             if not getattr(self, field) > 0:
                 raise ValueError(f"update.{field} is {getattr(self, field)}; it must be above 0.")
@@ -72,85 +79,35 @@ class Updated:
     metrics: dict[str, float]
     dense_logprobs: tuple[torch.Tensor, ...]  # one (T,) a rollout, nan where it was not scored
     accepted: torch.Tensor  # (R,) bool, true where it was not scored
+    bad: tuple[BadUpdate, ...] = ()  # whose loss or gradient was not finite
 
 
-class Batch:
-    """Rollouts with what is known of their T completion tokens; dense log-probs are nan until a forward has looked."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BadUpdate:
+    """An update whose loss or gradient was not finite."""
 
-    def __init__(
-        self, rollouts: list[Rollout], completions: Completions, advantages: torch.Tensor, loss: LossConfig
-    ) -> None:
-        self.rollouts, self.completions, self.advantages, self.loss = rollouts, completions, advantages, loss
-        self.rows, self.num_rows, device = completions.rows, len(rollouts), completions.rows.device
-        self.dense_logprobs = torch.full_like(completions.sampler_logprobs, math.nan)
-        names = OVERLAPS if completions.top_ids is not None else ()
-        self.overlap = {name: torch.full_like(self.dense_logprobs, math.nan) for name in names}
-        self.observed: list[torch.Tensor] = []  # tokens of which only this process knows
-        truncated = torch.tensor([rollout.finish_reason == "length" for rollout in rollouts], device=device)
-        left_out = truncated & loss.mask_truncated_completions
-        self.in_loss = completions.mask & ~left_out[self.rows]
-        idle = (left_out | (advantages == 0)) & (loss.beta == 0)
-        self.idle, self.working = idle.nonzero()[:, 0].tolist(), (~idle).nonzero()[:, 0].tolist()
+    update: int  # which of the rollout batch's, from 0
+    members: list[int]  # the rollouts it learnt from
+    batch: Batch
+    loss: float
+    grad_norm: float
 
-    def part(self, members: list[int]) -> Batch:
-        """Some of its rollouts, in order, with the dense log-probs that are known."""
-        if len(members) == self.num_rows:
-            return self
-        chosen = torch.tensor(members, device=self.rows.device)
-        tokens = torch.isin(self.rows, chosen).nonzero()[:, 0]
-        completions = replace(
-            self.completions,
-            num_rows=len(members),
-            token_ids=self.completions.token_ids[tokens],
-            rows=torch.searchsorted(chosen, self.rows[tokens]),
-            mask=self.completions.mask[tokens],
-            sampler_logprobs=self.completions.sampler_logprobs[tokens],
-            top_ids=None,
-            top_logprobs=None,
-        )
-        part = Batch([self.rollouts[i] for i in members], completions, self.advantages[chosen], self.loss)
-        part.dense_logprobs = self.dense_logprobs[tokens]
-        return part
-
-    def observe(self, microbatch: Microbatch, scores: TokenScores) -> None:
-        """Remember what a forward at the rollout's weights said."""
-        if not microbatch.indices:
-            return
-        tokens, completions = microbatch.tokens.to(self.rows.device), self.completions
-        self.observed.append(tokens)
-        self.dense_logprobs[tokens] = scores.logprobs.detach()
-        if completions.top_ids is None or completions.top_logprobs is None or scores.at_ids is None:
-            return
-        assert scores.top_ids is not None and scores.top_logprobs is not None
-        ids, logprobs, num_top = completions.top_ids[tokens], completions.top_logprobs[tokens], scores.top_ids.shape[1]
-        lower, upper = overlap_bounds(logprobs, scores.at_ids.detach())
-        top = overlap_top(ids[:, :num_top], logprobs[:, :num_top], scores.top_ids, scores.top_logprobs)
-        for name, values in zip(OVERLAPS, (lower, upper, top), strict=True):
-            self.overlap[name][tokens] = values.float()
-
-    def share(self, processes: Processes) -> None:
-        """Tell the other processes what was observed here, and hear what was observed there."""
-        if processes.size == 1:
-            return
-        known, ours = [self.dense_logprobs, *self.overlap.values()], torch.zeros_like(self.completions.mask)
-        for tokens in self.observed:
-            ours[tokens] = True
-        self.observed.clear()
-        told = torch.stack([torch.where(ours, values, 0.0) for values in known] + [ours.float()])
-        *heard, seen = processes.sum(told)
-        for values, there in zip(known, heard, strict=True):
-            values.copy_(torch.where(seen > 0, there, values))
-
-    def correct(self, tokens: torch.Tensor, correction: Correction) -> Corrected:
-        """The correction of these tokens; what no forward has seen is left out."""
-        dense = self.dense_logprobs[tokens]
-        seen = self.completions.mask[tokens] & ~dense.isnan()
-        log_xi = dense - self.completions.sampler_logprobs[tokens]
-        return correct(log_xi, seen, self.rows[tokens], self.num_rows, correction)
-
-    @property
-    def tokens(self) -> torch.Tensor:
-        return torch.arange(len(self.rows), device=self.rows.device)
+    def contents(self, rewards: torch.Tensor) -> dict[str, Any]:
+        """All that went into it, for torch.load; lists go over its rollouts."""
+        rollouts, dense = self.batch.rollouts, self.batch.dense_logprobs.cpu()
+        return {
+            "loss": self.loss,
+            "grad_norm": self.grad_norm,
+            "microbatches": [(list(rows), float(loss)) for rows, loss in self.batch.losses],
+            "prompts": [rollout.prompt.text for rollout in rollouts],
+            "prompt_ids": [list(rollout.prompt.ids) for rollout in rollouts],
+            "token_ids": [rollout.token_ids for rollout in rollouts],
+            "completion_mask": [rollout.completion_mask for rollout in rollouts],
+            "sampler_logprobs": [rollout.sampler_logprobs for rollout in rollouts],
+            "dense_logprobs": [part.clone() for part in dense.split([len(r.token_ids) for r in rollouts])],
+            "advantages": self.batch.advantages.cpu(),
+            "rewards": rewards[self.members],
+        }
 
 
 def update(
@@ -165,32 +122,48 @@ def update(
     temperature: float,
     max_length: int,  # longest completion allowed
     generator: torch.Generator,  # decides minibatches and the sample of idle rollouts
+    guards: Guards | None = None,
 ) -> Updated:
-    """Take the batch's updates. One with nothing to learn from, or a gradient that is not finite, changes nothing."""
+    """Take the batch's updates. One with nothing to learn from, or that is not finite, changes nothing.
+
+    Until the first has been taken the guards may stop it; what does not fit into memory they try again in smaller bits.
+    """
+    guards, first_update = guards or Guards(), learner.num_updates
     batch = Batch(rollouts, flatten(rollouts, learner.device), advantages.to(learner.device), loss)
     num_top = 0 if batch.completions.top_ids is None else min(TOP, batch.completions.top_ids.shape[1])
     skip = config.skip_zero_rows and not correction.needs_batch  # a batch statistic runs over every token
     sampled, stands_for = _sample(batch.idle, skip, generator)
     score_first = config.score_first or correction.needs_batch or config.num_updates > 1
-    scored_now = sampled + batch.working if score_first else sampled
-    for microbatch in deal(rollouts, config.max_tokens, scored_now, learner.processes):
-        with torch.no_grad():
-            scores = score_microbatch(
-                learner.head, batch.completions, microbatch, temperature, at_top=True, num_top=num_top
-            )
-        batch.observe(microbatch, scores)
-    batch.share(learner.processes)
+
+    def check() -> None:
+        if learner.num_updates == first_update:
+            guards.check()
+
     step = Step(
         correction=correction,
         config=config,
         temperature=temperature,
         max_length=max_length,
-        num_top=0 if score_first else num_top,
+        num_top=num_top,
         scored=score_first,
+        check=check,
     )
-    results = [_optimise(learner, batch.part(members), step) for members in _minibatches(groups, config, generator)]
+    results: list[dict[str, float]] = []
+    bad: list[BadUpdate] = []
+    compiles = config.compile and learner.device.type == "cuda"
+    with learner_layers(learner.head.model, config.activations, compiles=compiles):
+        look = partial(_score, learner, batch, step, sampled + batch.working if score_first else sampled)
+        guards.fit(look, config.max_tokens, rollouts, learner)
+        for i, members in enumerate(_minibatches(groups, config, generator)):
+            part = batch.part(members)
+            learn = partial(_optimise, learner, part, step)
+            result = guards.fit(learn, config.max_tokens, part.rollouts, learner)
+            results.append(result)
+            total, norm = result["loss"], result["grad_norm"]
+            if not math.isfinite(total + norm):
+                bad.append(BadUpdate(update=i, members=members, batch=part, loss=total, grad_norm=norm))
     learner.masters.to_sampler()
-    accepted = batch.correct(batch.tokens, correction).accepted.cpu()
+    accepted = batch.correct(batch.tokens, correction).accepted
     row_weights = torch.zeros(batch.num_rows)
     row_weights[batch.working] = 1.0
     row_weights[sampled] = stands_for
@@ -198,9 +171,12 @@ def update(
     metrics["mismatch/sampling_se"] = _sampling_se(len(batch.idle), len(sampled)) * len(batch.idle) / batch.num_rows
     metrics |= {name: sum(result[name] for result in results) / len(results) for name in results[0]}
     metrics["correction/skipped_updates"] *= len(results)
+    metrics["update/nonfinite"] = len(bad)
+    metrics["update/max_tokens"] = guards.part("update", config.max_tokens)
     metrics["train/working_frac"] = len(batch.working) / batch.num_rows
     lengths = [len(rollout.token_ids) for rollout in rollouts]
-    return Updated(metrics=metrics, dense_logprobs=batch.dense_logprobs.cpu().split(lengths), accepted=accepted)
+    dense = batch.dense_logprobs.cpu().split(lengths)
+    return Updated(metrics=metrics, dense_logprobs=dense, accepted=accepted.cpu(), bad=tuple(bad))
 
 
 def _minibatches(groups: list[int], config: UpdateConfig, generator: torch.Generator) -> Iterator[list[int]]:
@@ -247,9 +223,22 @@ class Step:
     max_length: int
     num_top: int  # of the model's own, for overlap
     scored: bool  # the dense log-probs are known
+    check: Callable[[], None]  # called where it may stop
 
 
-def _optimise(learner: Learner, batch: Batch, step: Step) -> dict[str, float]:
+def _score(learner: Learner, batch: Batch, step: Step, chosen: list[int], max_tokens: int) -> None:
+    """What the model says of some rollouts before it learns."""
+    for microbatch in deal(batch.rollouts, max_tokens, chosen, learner.processes):
+        step.check()
+        with torch.no_grad():
+            scores = score_microbatch(
+                learner.head, batch.completions, microbatch, step.temperature, at_top=True, num_top=step.num_top
+            )
+        batch.observe(microbatch, scores)
+    batch.share(learner.processes)
+
+
+def _optimise(learner: Learner, batch: Batch, step: Step, max_tokens: int) -> dict[str, float]:
     """One optimiser step on the batch."""
     correction, loss = step.correction, batch.loss
     corrected = batch.correct(batch.tokens, correction)
@@ -260,12 +249,15 @@ def _optimise(learner: Learner, batch: Batch, step: Step) -> dict[str, float]:
         accepted = corrected.accepted.tolist()
         working = [i for i in working if accepted[i]]
     working = learner.processes.by_first(lambda: working)  # a sum that another GPU rounded otherwise decides nothing
+    num_top = 0 if step.scored else step.num_top
     learner.masters.zero_grad()
+    batch.losses = []
     totals = torch.zeros(4, dtype=torch.float64, device=batch.rows.device)  # loss, clipped, kl, used
-    for microbatch in deal(batch.rollouts, step.config.max_tokens, working, learner.processes):
+    for microbatch in deal(batch.rollouts, max_tokens, working, learner.processes):
+        step.check()
         tokens = microbatch.tokens.to(batch.rows.device)
         scores = score_microbatch(
-            learner.head, batch.completions, microbatch, step.temperature, at_top=step.num_top > 0, num_top=step.num_top
+            learner.head, batch.completions, microbatch, step.temperature, at_top=num_top > 0, num_top=num_top
         )
         if not microbatch.indices:
             (scores.logprobs.sum() * 0.0).backward()
@@ -293,6 +285,7 @@ def _optimise(learner: Learner, batch: Batch, step: Step) -> dict[str, float]:
             reference,
         )
         output.loss.backward()
+        batch.losses.append((microbatch.indices, output.loss.detach()))
         used = (weight != 0) | (counted[tokens] & (loss.beta > 0))
         kl = output.kl.sum() if output.kl is not None else totals.new_zeros(())
         parts = [output.loss.detach(), output.clipped.sum(), kl, used.sum()]
@@ -310,19 +303,19 @@ def _optimise(learner: Learner, batch: Batch, step: Step) -> dict[str, float]:
     metrics = {"loss": total_loss, "clip_ratio/region_mean": clipped / max(in_loss, 1.0)}
     if loss.beta > 0:
         metrics["kl"] = total_kl / max(num_counted, 1.0)
-    return metrics | learner.step(step.config.max_grad_norm, skip=not used_tokens)
+    with optimizer_memory():
+        return metrics | learner.step(step.config.max_grad_norm, skip=not used_tokens or not math.isfinite(total_loss))
 
 
 def _diagnostics(batch: Batch, accepted: torch.Tensor, row_weights: torch.Tensor) -> dict[str, float]:
     """The mismatch of all rollouts, from those that were scored."""
+    row_weights = row_weights.to(batch.rows.device)
     scored = row_weights > 0
-    rows = batch.rows.cpu()
-    mask = batch.completions.mask.cpu() & scored[rows]
+    mask = batch.completions.mask & scored[batch.rows]
     metrics = {"mismatch/coverage": float(scored.float().mean())}
     if not bool(mask.any()):
         return metrics
-    log_xi = (batch.dense_logprobs - batch.completions.sampler_logprobs).cpu()
-    overlap = {name: values.cpu() for name, values in batch.overlap.items()}
-    metrics |= diagnose(log_xi, mask, rows, row_weights, overlap)
+    log_xi = batch.dense_logprobs - batch.completions.sampler_logprobs
+    metrics |= diagnose(log_xi, mask, batch.rows, row_weights, batch.overlap)
     rejected = (row_weights * ~accepted).sum() / row_weights.sum()
     return metrics | {"correction/rejection_rate": float(rejected)}

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`sparse-rl plan`: what a run will hold, whether it fits, and what to change if it does not."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from sparse_rl.cli.parsing import model_dtype
+from sparse_rl.cli.train import _parser, read
+
+if TYPE_CHECKING:
+    from jsonargparse import ArgumentParser, Namespace
+
+    from sparse_rl.plan import Device, ModelSize, Plan, Run
+
+logger = logging.getLogger(__name__)
+
+PROMPT = 512  # tokens, where nobody says
+
+DESCRIPTION = """What a training run will hold in memory, from its settings alone: nothing is loaded, nothing is run.
+
+It takes every setting of `sparse-rl train`. Exit status 0: it fits; 1: it does not, and what would help is listed.
+
+  sparse-rl plan --shape qwen2.5-7b --gpu h200 --kv.policy rkv --sampling.max_tokens 16384 --engine.rows 64
+  sparse-rl plan --config qwen2.5-1.5b.yaml --memory 80GB --json
+"""
+
+
+def run(arguments: list[str]) -> None:
+    settings, _, parts = read(arguments, _plan_parser())
+    from sparse_rl.plan import as_json, choose_device, lines
+
+    device = choose_device(settings.device, gpu=settings.gpu, memory=settings.memory)
+    plan = plan_of(settings, parts, device, settings.shape, settings.prompt, settings.ranks, download=True)
+    if settings.json:
+        print(json.dumps(as_json(plan), indent=2))
+    else:
+        print("\n".join(lines(plan)))
+    if not plan.fits:
+        sys.stdout.flush()
+        sys.exit(1)
+
+
+def _plan_parser() -> ArgumentParser:
+    parser = _parser("plan", DESCRIPTION)
+    parser.add_argument("--shape", type=str | None, default=None, help="a published model's shape, instead of --model")
+    parser.add_argument("--gpu", type=str | None, default=None, help="a GPU by name: h200, h100, a100-80, 4090, ...")
+    parser.add_argument("--memory", type=str | None, default=None, help="a GPU's memory, in bytes or as in 80GB")
+    parser.add_argument("--ranks", type=int, default=1, help="processes the run is sharded over, one GPU each")
+    parser.add_argument("--prompt", type=int | None, default=None, help=f"tokens of the longest prompt [{PROMPT}]")
+    parser.add_argument("--json", action="store_true", help="print the numbers as JSON")
+    return parser
+
+
+def plan_comments(settings: Namespace, parts: dict[str, Any]) -> list[str]:
+    """The plan on the run's own device as comment lines, or why there is none."""
+    try:
+        from sparse_rl.plan import lines
+
+        text = lines(_own_plan(settings, parts))
+    except ValueError as error:
+        text = [f"no plan: {' '.join(str(error).split())}"]
+    return [f"# {line}".rstrip() for line in text]
+
+
+def warn_of_memory(settings: Namespace, parts: dict[str, Any]) -> None:
+    """Say before the weights are loaded that the run is not expected to fit its GPU."""
+    if not settings.device.startswith("cuda"):
+        return
+    try:
+        from sparse_rl.plan import summary
+
+        plan = _own_plan(settings, parts)
+    except ValueError:
+        return  # what cannot be planned may still run
+    if not plan.fits:
+        logger.warning("this run %s. `sparse-rl plan` with its settings says what would help.", summary(plan))
+
+
+def _own_plan(settings: Namespace, parts: dict[str, Any]) -> Plan:
+    from sparse_rl.plan import choose_device
+
+    return plan_of(settings, parts, choose_device(settings.device))
+
+
+def plan_of(
+    settings: Namespace,
+    parts: dict[str, Any],
+    device: Device,
+    shape: str | None = None,
+    prompt: int | None = None,
+    ranks: int = 1,
+    *,
+    download: bool = False,
+) -> Plan:
+    """The plan of a run with these settings; ValueError if the model's configuration is not at hand."""
+    from sparse_rl.plan import make_plan
+
+    if prompt is not None and prompt < 1:
+        raise ValueError(f"--prompt is {prompt}; it must be at least 1.")
+    if ranks < 1:
+        raise ValueError(f"--ranks is {ranks}; it must be at least 1.")
+    size = _size(settings.model, shape, settings.dtype, device.cuda, download)
+    if prompt is not None and prompt >= size.context:
+        raise ValueError(f"--prompt is {prompt}, but the model's context is {size.context}; shorten it.")
+    return make_plan(size, _run(size, settings, parts, prompt or min(PROMPT, size.context // 2), ranks), device)
+
+
+@lru_cache(maxsize=8)
+def _size(model: str, shape: str | None, dtype: str | None, cuda: bool, download: bool) -> ModelSize:
+    import torch
+
+    from sparse_rl.model.shapes import SHAPES, shape_config
+    from sparse_rl.plan import model_config, model_size
+
+    chosen = model_dtype(dtype)
+    if shape is not None:
+        return model_size(shape_config(shape), shape, chosen or (torch.bfloat16 if cuda else torch.float32))
+    try:
+        config = model_config(model, download=False)
+    except ValueError:
+        published = model.rpartition("/")[2].lower().removesuffix("-instruct")
+        if published in SHAPES:
+            config = shape_config(published)
+        elif download:
+            config = model_config(model, download=True)
+        else:
+            raise
+    if chosen is None and not (model == "embedded" or model.startswith("tiny")):  # those are loaded in fp32
+        chosen = config.dtype if isinstance(config.dtype, torch.dtype) else model_dtype(config.dtype)
+    return model_size(config, model, chosen or torch.float32)
+
+
+def _run(size: ModelSize, settings: Namespace, parts: dict[str, Any], prompt: int, ranks: int) -> Run:
+    """What the settings say of memory, as numbers."""
+    from sparse_rl.objective.mismatch import overlap_ids
+    from sparse_rl.plan import Run
+
+    engine, update, optimizer, lora = (parts[name] for name in ("engine", "update", "optimizer", "lora"))
+    pool_pages = engine.pool_pages
+    if engine.pool_bytes is not None:
+        pool_pages = engine.pool_bytes // (engine.page_size * size.attention.entry_bytes)
+    targets = () if lora.target == ("all-linear",) else lora.target
+    return Run(
+        kv=parts["kv"],
+        rows=engine.rows,
+        requests=parts["config"].prompts_per_step * parts["sampling"].n,
+        prompt=prompt,
+        completion=max(1, min(parts["sampling"].max_tokens, size.context - prompt)),
+        max_tokens=update.max_tokens,
+        page_size=engine.page_size,
+        pool_pages=pool_pages,
+        prefill_tokens=engine.max_prefill_tokens,
+        top_logprobs=overlap_ids(size.vocabulary),
+        graphs=engine.graphs,
+        activations=update.activations,
+        moments="8bit" if optimizer.kind == "adamw_8bit" else "fp32",
+        on_host=optimizer.offload,
+        reference=parts["loss"].beta > 0,
+        lora=size.adapters(lora.r, targets) if lora.r else 0,
+        ranks=ranks,
+    )

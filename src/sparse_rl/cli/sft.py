@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`sparse-rl sft`: completions to imitate in, a run folder out."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from sparse_rl.cli.parsing import add_model, make_parser, model_dtype, parse, quiet_bars
+from sparse_rl.cli.recipes import read_config, split_configs, to_yaml, with_configs
+
+if TYPE_CHECKING:
+    from jsonargparse import ArgumentParser
+
+DESCRIPTION = """Teach a model completions to imitate: a warm start for training with rewards.
+
+Each row of the data is one JSON object, {"prompt": string or chat messages, "completion": string}. Chats go through the
+model's chat template, completions get the model's end token, and the loss is the cross-entropy of completion tokens
+alone. The run folder is that of `sparse-rl train`; with held-out rows the checkpoint of the lowest loss there is kept.
+Recipes that come with the package are known by name. Every setting is a flag and a key of the YAML file; flags win.
+
+  sparse-rl sft --model smollm2 --data.train_file warm.jsonl --trainer.output_dir runs/warm
+  sparse-rl sft --config smollm2-warm.yaml --data.train_file warm.jsonl --data.eval_file held_out.jsonl
+  sparse-rl sft --config smollm2-warm.yaml --trainer.resume_from_checkpoint true
+  sparse-rl train --model runs/warm/checkpoint-300 ...
+"""
+
+
+def run(arguments: list[str]) -> None:
+    names, others = split_configs(arguments)
+    settings = parse(_parser(), with_configs([read_config(name, "sft") for name in names], others))
+    from sparse_rl.config import build_section
+    from sparse_rl.model.load import load
+    from sparse_rl.tasks.supervised import ExamplesConfig
+    from sparse_rl.train import OptimizerConfig, SFTConfig, SFTTrainer
+    from sparse_rl.train.folder import check_folder
+    from sparse_rl.train.sft import end_ids
+
+    for key in ("model", "device"):
+        if settings[key] is None:
+            raise ValueError(f"{key} is null; give it a value or leave it out.")
+    dtype = model_dtype(settings.dtype)
+    data = build_section(ExamplesConfig, "data", settings["data"])
+    optimizer = build_section(OptimizerConfig, "optimizer", settings["optimizer"])
+    config = build_section(SFTConfig, "trainer", settings["trainer"])
+    if settings.dry_run:
+        sections: dict[str, Any] = {key: settings[key] for key in ("model", "dtype", "device")}
+        sections |= {"trainer": asdict(config), "data": asdict(data), "optimizer": asdict(optimizer)}
+        print(to_yaml(sections), end="")
+        return
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ValueError("sparse-rl sft runs in one process; start it without torchrun.")
+    from sparse_rl.report.live import SupervisedLive
+
+    logging.basicConfig(format="sparse-rl: %(levelname)s: %(message)s", level=logging.WARNING, stream=sys.stderr)
+    check_folder(config, "data")
+    quiet_bars()
+    loaded = load(settings.model, dtype=dtype, device=settings.device)
+    examples = data.build(loaded.tokenizer, end_ids(loaded), loaded.context)
+    SFTTrainer(loaded, examples, config=config, optimizer=optimizer, observers=(SupervisedLive(),)).train()
+
+
+def _parser() -> ArgumentParser:
+    from sparse_rl.config import add_section
+    from sparse_rl.tasks.supervised import ExamplesConfig
+    from sparse_rl.train import OptimizerConfig, SFTConfig
+    from sparse_rl.train.sft import OPTIMIZER
+
+    parser = make_parser("sft", DESCRIPTION)
+    parser.add_argument("--config", action="config", help="YAML file with any of these settings, or a recipe's name")
+    add_model(parser, default="smollm2")
+    parser.add_argument("--dry-run", action="store_true", help="print all settings as YAML, and stop")
+    add_section(parser, "trainer", SFTConfig)
+    add_section(parser, "data", ExamplesConfig)
+    add_section(parser, "optimizer", OptimizerConfig)
+    parser.set_defaults({f"optimizer.{name}": value for name, value in asdict(OPTIMIZER).items()})
+    return parser

@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Low-rank adapters, through peft: W x becomes W x + (alpha / r) B A x, and only A and B are trained.
+
+They are put into the Hugging Face module in place, so sampler and learner share them as they share everything else. B
+starts at 0: before the first update the adapted module is the base. A checkpoint holds the adapters alone, in peft's
+layout; `merge` adds such a folder to the weights of its base.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from transformers import PreTrainedModel
+
+ALL = "all-linear"
+ADAPTER = "adapter_config.json"  # a folder with this file is an adapter's
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraConfig:
+    """Adapters to train instead of the weights; dropout is off, as everywhere.
+
+    r: rank of the adapters, 0 for none; they need about ten times the learning rate of a full model
+    alpha: the adapters' output is scaled by alpha / r
+    target: projections to adapt by name, or "all-linear" for all but the head
+    """
+
+    r: int = 0
+    alpha: float = 32.0
+    target: tuple[str, ...] = (ALL,)
+
+    def __post_init__(self) -> None:
+        if self.r < 0:
+            raise ValueError(f"lora.r is {self.r}; it must be at least 1, or 0 to train all weights.")
+        if not 0 < self.alpha < float("inf"):
+            raise ValueError(f"lora.alpha is {self.alpha}; it must be above 0.")
+        if not self.target or (ALL in self.target and len(self.target) > 1):
+            raise ValueError(f"lora.target is {list(self.target)}; name projections, or {ALL} alone.")
+        given = [field.name for field in fields(self) if getattr(self, field.name) != field.default]
+        if not self.r and given:
+            raise ValueError(f"lora.{given[0]} is given, but lora.r is 0: there are no adapters; set lora.r.")
+
+
+def add_adapters(model: PreTrainedModel, config: LoraConfig, seed: int) -> None:
+    """Freeze the module and give it adapters in its own dtype. Same seed, same adapters."""
+    if getattr(model, "_hf_peft_config_loaded", False):
+        raise ValueError("the model has adapters already; load it anew before it gets others.")
+    _check_target(model, config.target)
+    settings = _peft(f"lora.r is {config.r}").LoraConfig(
+        r=config.r, lora_alpha=config.alpha, target_modules=ALL if ALL in config.target else list(config.target)
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model.add_adapter(settings)
+    model.train(model.training)  # what is new among its parts too
+    model.peft_config["default"].base_model_name_or_path = _lasting_name(model.config.name_or_path)
+
+
+def save_model(model: PreTrainedModel, folder: Path) -> None:
+    """The model in Hugging Face layout, or its adapters alone in peft's."""
+    if not getattr(model, "_hf_peft_config_loaded", False):
+        model.save_pretrained(folder)
+        return
+    # Not the library's own `save_pretrained`, which asks the hub each time whether the base's vocabulary has changed.
+    state = _peft("the model has adapters").get_peft_model_state_dict(model, save_embedding_layers=False)
+    weights = {f"base_model.model.{name}": value.contiguous() for name, value in state.items()}
+    save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    model.peft_config["default"].save_pretrained(folder)
+
+
+@contextmanager
+def adapters_off(model: PreTrainedModel) -> Iterator[None]:
+    """The base model, for as long as this lasts."""
+    model.disable_adapters()
+    try:
+        yield
+    finally:
+        model.enable_adapters()
+
+
+def base_name(folder: Path) -> str:
+    """The model that a folder's adapter was trained on."""
+    try:
+        settings = json.loads((folder / ADAPTER).read_text())
+        kind, base = settings["peft_type"], settings["base_model_name_or_path"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{folder / ADAPTER} is damaged; the adapter cannot be loaded.") from error
+    if kind != "LORA":
+        raise ValueError(f"{folder} holds an adapter of type {kind}; only LORA can be merged.")
+    if not base:
+        raise ValueError(
+            f"{folder / ADAPTER} does not say what it was trained on; set base_model_name_or_path in it to a folder or "
+            "a hub name."
+        )
+    return str(base)
+
+
+@torch.no_grad()
+def merge(
+    model: PreTrainedModel,
+    folder: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    masters: Mapping[str, torch.Tensor] | None = None,
+) -> None:
+    """Add the folder's adapter to the module's weights, in fp32 or better, and round once: to `dtype`, or the module's.
+
+    `masters` are parameters by name, of more digits than those in the folder.
+    """
+    dtype = dtype or model.dtype
+    model.to(torch.promote_types(torch.promote_types(model.dtype, dtype), torch.float32))  # type: ignore[arg-type]
+    try:
+        adapted = _peft(f"{folder} is an adapter").PeftModel.from_pretrained(model, str(folder))
+    except (OSError, RuntimeError, ValueError, KeyError) as error:
+        first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ValueError(f"the adapter in {folder} does not fit its base model: {first_line}") from error
+    for name, parameter in model.named_parameters():
+        if masters is not None and ".lora_" in name:
+            parameter.copy_(masters[name])
+    adapted.merge_and_unload()
+    model.to(dtype).requires_grad_(True)  # type: ignore[arg-type]
+
+
+def _check_target(model: PreTrainedModel, target: tuple[str, ...]) -> None:
+    """Whether each name is that of linear layers, the head left out: its weight is read as it is."""
+    linear, head = torch.nn.Linear, model.get_output_embeddings()
+    found = {name: type(part) is linear and part is not head for name, part in model.named_modules()}
+    known = sorted({name.rpartition(".")[2] for name, fits in found.items() if fits})
+    for given in target:
+        fits = [fit for name, fit in found.items() if name == given or name.endswith(f".{given}")]
+        if given != ALL and not (fits and all(fits)):
+            raise ValueError(f"lora.target has {given!r}; this model's projections are {', '.join(known)}.")
+
+
+def _lasting_name(name: str | None) -> str | None:
+    """A model's name that means the same from every working folder."""
+    return str(Path(name).resolve()) if name and Path(name).is_dir() else name
+
+
+def _peft(reason: str) -> Any:
+    try:
+        return importlib.import_module("peft")
+    except ImportError as error:
+        raise ValueError(f"{reason}, which needs peft; pip install peft.") from error

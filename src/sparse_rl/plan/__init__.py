@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether a run fits a device's memory, and what to change if it does not; nothing is loaded or allocated."""
+
+from sparse_rl.plan.advice import Remedy, remedies, rows_that_fit, sparse_policy, together
+from sparse_rl.plan.device import choose_device
+from sparse_rl.plan.memory import Device, Footprint, Plan, Run, make_plan
+from sparse_rl.plan.show import as_json, lines, summary
+from sparse_rl.plan.size import ModelSize, model_config, model_size
+
+__all__ = [
+    "Device",
+    "Footprint",
+    "ModelSize",
+    "Plan",
+    "Remedy",
+    "Run",
+    "as_json",
+    "choose_device",
+    "lines",
+    "make_plan",
+    "model_config",
+    "model_size",
+    "remedies",
+    "rows_that_fit",
+    "sparse_policy",
+    "summary",
+    "together",
+]

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How much memory there is: on the device at hand, on a GPU by name, or as given."""
+
+from __future__ import annotations
+
+import os
+import re
+from difflib import get_close_matches
+
+import torch
+
+from sparse_rl.plan.memory import Device
+
+# GiB that torch reports, about; the device at hand is asked.
+GPUS = {
+    "b200": 178.3,
+    "h200": 139.8,
+    "h100": 79.1,
+    "a100-80": 79.2,
+    "a100-40": 39.4,
+    "rtx-pro-6000": 94.9,
+    "l40s": 44.4,
+    "a6000": 47.4,
+    "l4": 22.0,
+    "a10": 22.0,
+    "5090": 31.3,
+    "4090": 23.5,
+    "3090": 23.6,
+    "t4": 14.6,
+}
+UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def choose_device(device: str, *, gpu: str | None = None, memory: str | None = None) -> Device:
+    """The named GPU, one of this much memory, or else the run's own device."""
+    if gpu is not None and memory is not None:
+        raise ValueError("--gpu and --memory both say how much memory there is; leave one out.")
+    if gpu is not None:
+        if gpu.lower() not in GPUS:
+            close = get_close_matches(gpu.lower(), GPUS, n=1, cutoff=0.4)
+            hint = f"did you mean {close[0]}? " if close else ""
+            raise ValueError(f"--gpu {gpu!r} is unknown; {hint}Known are {', '.join(GPUS)}; or give --memory.")
+        return Device(name=gpu.upper(), memory=int(GPUS[gpu.lower()] * 2**30))
+    if memory is not None:
+        count = parse_bytes(memory)
+        return Device(name=f"a GPU of {count / 1e9:.1f} GB", memory=count)
+    if device.startswith("cuda"):
+        try:
+            properties = torch.cuda.get_device_properties(torch.device(device))
+        except (RuntimeError, AssertionError) as error:  # no driver, or no such device
+            raise ValueError(
+                f"device {device!r} is not on this machine; `sparse-rl plan` takes --gpu NAME or --memory BYTES."
+            ) from error
+        return Device(name=properties.name, memory=properties.total_memory)
+    host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return Device(name="this machine's CPU", memory=host, cuda=False)
+
+
+def parse_bytes(text: str) -> int:
+    """80GB, 80 GB, 74.5GiB or a plain number of bytes."""
+    match = re.fullmatch(r"\s*([\d.]+(?:e\d+)?)\s*([a-z]*)\s*", text, flags=re.IGNORECASE)
+    try:
+        count = int(float(match[1]) * UNITS[match[2].upper()]) if match else 0
+    except (ValueError, KeyError):
+        count = 0
+    if count < 1:
+        raise ValueError(f"--memory is {text!r}; write bytes, or a number with GB or GiB, as in 80GB.")
+    return count

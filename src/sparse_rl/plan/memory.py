@@ -1,0 +1,393 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run holds, line by line, and the stages at which it holds it: pure arithmetic on records of numbers.
+
+    rollout    weights and optimiser rest, rows decode into the KV pool
+    head       the learner has run its layers and works on one chunk of logits
+    layers     the backward pass is in the last layer
+    embedding  the backward pass is through: the embedding's gradient is added to its fp32 sum
+
+A stage's peak is the sum of its lines. Learning is the worst of the last three.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+import torch
+
+from sparse_rl.kv import EvictPolicy, KVPolicy
+from sparse_rl.kv.cache import PagedCache
+from sparse_rl.plan.size import ModelSize
+from sparse_rl.rollout.engine import GPU_RESERVE, HOST_SHARE
+from sparse_rl.rollout.rows import Rows
+from sparse_rl.rollout.scheduler import entries_needed, entries_reached
+from sparse_rl.rollout.sequence import Sequence
+from sparse_rl.score.head import CHUNK_LOGITS
+
+LEARNING = ("head", "layers", "embedding")
+ALWAYS = ("rollout", *LEARNING)
+
+CONTEXT = 600_000_000  # of CUDA, its libraries and our kernels, outside of torch's allocator
+FRAGMENTED = 0.02  # of a GPU's memory, lost between the allocator's blocks
+GRAPHS = 300_000_000  # of captured graphs, and the matrix library's workspaces
+BLOCK_8BIT = 256  # values that share an fp32 scale
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """Where it is to run."""
+
+    name: str
+    memory: int  # bytes
+    cuda: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """The settings that decide what a process of a run holds."""
+
+    kv: KVPolicy
+    rows: int  # sequences decoded together
+    requests: int  # of a step, all processes together
+    prompt: int  # tokens of the longest prompt
+    completion: int  # most tokens sampled
+    max_tokens: int  # of a learner forward
+    page_size: int = 64
+    pool_pages: int | None = None  # if it is given
+    prefill_tokens: int = 8192
+    top_logprobs: int = 20
+    graphs: bool = True
+    activations: Literal["keep", "recompute", "offload"] = "keep"
+    moments: Literal["fp32", "8bit"] = "fp32"
+    on_host: bool = False  # masters and moments
+    reference: bool = False
+    lora: int = 0  # parameters of the adapters; 0 trains the model itself
+    ranks: int = 1  # processes that share masters, gradients and moments
+
+    @property
+    def length(self) -> int:
+        """Tokens of the longest sequence."""
+        return self.prompt + self.completion
+
+    @property
+    def forward_tokens(self) -> int:
+        """Tokens of the largest learner forward: a sequence longer than max_tokens goes alone."""
+        whole_batch = self.length * -(-self.requests // self.ranks)
+        return max(self.length, min(self.max_tokens, whole_batch))
+
+    @property
+    def rows_used(self) -> int:
+        return min(self.rows, -(-self.requests // self.ranks))
+
+    @property
+    def bounded(self) -> bool:
+        """Whether the pool stays through learning, as the engine decides it."""
+        return isinstance(self.kv, EvictPolicy) and not self.kv.protect_prompt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Footprint:
+    """One thing that is held."""
+
+    name: str
+    bytes: int
+    stages: tuple[str, ...]
+    formula: str
+    where: Literal["device", "host", "driver"] = "device"  # driver: on the device, but not torch's
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a run holds on a device."""
+
+    size: ModelSize
+    run: Run
+    device: Device
+    lines: tuple[Footprint, ...]
+    pages_a_row: int
+    pages_wanted: int  # for all rows at their longest
+    pages: int  # the engine takes: what is free, less its reserve
+
+    def held(self, stage: str, *, driver: bool = True) -> int:
+        places = {"device", *(["driver"] * driver), *(["host"] * (not self.device.cuda))}
+        return sum(line.bytes for line in self.lines if stage in line.stages and line.where in places)
+
+    @property
+    def learning(self) -> str:
+        """The stage at which learning holds most."""
+        return max(LEARNING, key=self.held)
+
+    @property
+    def pool_fits(self) -> bool:
+        return self.pages >= self.pages_wanted
+
+    @property
+    def wanted(self) -> int:
+        """What the rollout would hold with room for all rows at their longest."""
+        return self.held("rollout") + (self.pages_wanted - self.pages) * self.page_bytes
+
+    @property
+    def rollout_fits(self) -> bool:
+        return self.pool_fits and self.held("rollout") <= self.device.memory
+
+    @property
+    def learning_fits(self) -> bool:
+        return self.held(self.learning) <= self.device.memory
+
+    @property
+    def fits(self) -> bool:
+        return self.rollout_fits and self.learning_fits
+
+    @property
+    def page_bytes(self) -> int:
+        return self.run.page_size * self.size.attention.entry_bytes
+
+    @property
+    def rows_in_flight(self) -> int:
+        """Rows that the pool holds at their longest, one more being kept for a prompt."""
+        rows = self.pages // self.pages_a_row - (self.run.pool_pages is None)
+        return max(0, min(self.run.rows_used, rows))
+
+
+def make_plan(size: ModelSize, run: Run, device: Device) -> Plan:
+    """What the run holds; the pool is what the engine would make of the memory that is left."""
+    resident, state = _resident(size, run), _rows_state(size, run)
+    outside = _outside(device)
+    sequence = _longest(size, run)
+    pages_a_row = -(-entries_needed(run.kv, sequence) // run.page_size)
+    wanted = pages = pages_a_row * (run.rows_used + 1)
+    if run.pool_pages is not None:
+        wanted, pages = max(run.pool_pages, pages_a_row), run.pool_pages
+    else:
+        used = sum(line.bytes for line in (*resident, *state) if line.where == "device" and "rollout" in line.stages)
+        free = device.memory - used - sum(line.bytes for line in outside if line.name == "CUDA context")
+        spare = free - int(GPU_RESERVE * device.memory) if device.cuda else int(HOST_SHARE * free)
+        pages = min(wanted, max(spare // (run.page_size * size.attention.entry_bytes), pages_a_row))
+    phases = (*_rollout(size, run, device), *_learning(size, run, device), *outside)
+
+    def plan(*, pool_stays: bool) -> Plan:
+        lines = (*resident, _pool(size, run, pages, pool_stays), *state, *phases)
+        held = tuple(line for line in lines if line.bytes)
+        return Plan(size, run, device, held, pages_a_row=pages_a_row, pages_wanted=wanted, pages=pages)
+
+    whole = plan(pool_stays=run.bounded)
+    if whole.learning_fits or not run.bounded:
+        return whole
+    without = plan(pool_stays=False)  # as the run does when an update runs out of memory
+    return without if without.learning_fits else whole
+
+
+def largest(fits: Callable[[int], bool], most: int) -> int:
+    """The largest number up to `most` that fits, where every smaller one does; 0 if none."""
+    low, high = 0, most
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low
+
+
+def _resident(size: ModelSize, run: Run) -> list[Footprint]:
+    """What stays for the whole run, and the gradients, which stay for learning."""
+    trained, item = run.lora or size.parameters, size.itemsize
+    full = max(4, item)  # an fp32 parameter is its own master
+    share, of = -(-trained // run.ranks), f" / {run.ranks} ranks" if run.ranks > 1 else ""
+    names = f"{trained:,} {'adapter ' if run.lora else ''}parameters"
+    moments = 2 * share * full
+    text = f"{names}{of} x 2 x {full}"
+    if run.moments == "8bit":
+        moments = 2 * (share + 4 * -(-share // BLOCK_8BIT))
+        text = f"{names}{of} x 2 x (1 + 4 / {BLOCK_8BIT})"
+    own_masters = item < 4 or run.ranks > 1
+    lines = [
+        Footprint(name="weights", bytes=size.parameters * item, stages=ALWAYS, formula=f"{size.parameters:,} x {item}"),
+        Footprint(name="LoRA adapters", bytes=run.lora * item, stages=ALWAYS, formula=f"{run.lora:,} x {item}"),
+        Footprint(
+            name="masters",
+            bytes=(own_masters or run.on_host) * share * full,
+            stages=ALWAYS,
+            formula=f"{names}{of} x {full}",
+            where="host" if run.on_host else "device",
+        ),
+        Footprint(name="gradients", bytes=share * full, stages=LEARNING, formula=f"{names}{of} x {full}"),
+        Footprint(
+            name="optimizer moments",
+            bytes=moments,
+            stages=ALWAYS,
+            formula=text,
+            where="host" if run.on_host else "device",
+        ),
+    ]
+    if run.reference and not run.lora:  # under LoRA it is the model without its adapters
+        lines.append(
+            Footprint(
+                name="reference model",
+                bytes=size.parameters * item,
+                stages=ALWAYS,
+                formula=f"{size.parameters:,} x {item}",
+            )
+        )
+    return lines
+
+
+def _longest(size: ModelSize, run: Run) -> Sequence:
+    completion = max(1, min(run.completion, size.context - run.prompt))
+    return Sequence(request=0, prompt_idx=0, prompt_len=run.prompt, max_tokens=completion)
+
+
+def _pool(size: ModelSize, run: Run, pages: int, stays: bool) -> Footprint:
+    shape = size.attention
+    held = f"to {run.length:,} tokens a row"
+    if isinstance(run.kv, EvictPolicy):
+        held = f"{run.kv.budget} + {run.kv.interval} entries a row"
+        held += ", and its prompt" if run.kv.protect_prompt else ""
+        held += "" if stays or not run.bounded else "; given back for learning"
+    return Footprint(
+        name="KV pool",
+        bytes=(pages + 1) * run.page_size * shape.entry_bytes,  # and the page that is nobody's
+        stages=ALWAYS if stays else ("rollout",),
+        formula=f"{pages + 1:,} pages x {run.page_size} entries x {shape.entry_bytes:,}: {held}",
+    )
+
+
+def _rows_state(size: ModelSize, run: Run) -> list[Footprint]:
+    """Query rings, page tables, and tokens on their way to the host: made by the engine's own code, without memory."""
+    longest = entries_reached(run.kv, _longest(size, run))
+    entries = run.kv.trigger(0) if run.bounded and isinstance(run.kv, EvictPolicy) else 1 << (longest - 1).bit_length()
+    return [
+        Footprint(
+            name="rows",
+            bytes=_state_bytes(size, run.rows, run.page_size, run.kv.num_queries, entries, run.top_logprobs),
+            stages=ALWAYS,
+            formula=f"{run.rows} rows: the last {run.kv.num_queries} queries, page tables, tokens drawn",
+        )
+    ]
+
+
+@lru_cache(maxsize=256)
+def _state_bytes(size: ModelSize, rows: int, page_size: int, queries: int, entries: int, top: int) -> int:
+    cache = PagedCache(size.attention, num_pages=0, page_size=page_size, num_rows=rows, num_queries=queries)
+    tensors = (*cache.fixed_tensors(), cache.windows, cache.scales)
+    table = Rows(rows, -(-entries // page_size), top, torch.device("meta"))
+    return sum(tensor.nbytes for tensor in tensors) + table.num_bytes
+
+
+def _rollout(size: ModelSize, run: Run, device: Device) -> list[Footprint]:
+    """What prefill, decoding and compression need beside the pool."""
+    item, shape, rows = size.itemsize, size.attention, run.rows_used
+    tokens = min(rows * run.prompt, max(run.prompt, run.prefill_tokens))
+    prompts = -(-tokens // run.prompt)
+    prefill = tokens * (6 * size.hidden + 3 * size.intermediate) * item
+    prefill += prompts * (size.vocabulary * item + shape.query_bytes(run.kv.num_queries))
+    decode = run.rows * (2 * size.vocabulary + 8 * size.hidden + 3 * size.intermediate) * item
+    lines = [
+        Footprint(
+            name="prefill",
+            bytes=prefill,
+            stages=("rollout",),
+            formula=f"{tokens:,} tokens x (6 hidden + 3 intermediate) x {item}, logits, queries of {prompts} prompts",
+        ),
+        Footprint(
+            name="graph pool" if device.cuda and run.graphs else "decode step",
+            bytes=decode + (GRAPHS if device.cuda and run.graphs else 0),
+            stages=ALWAYS if device.cuda and run.graphs else ("rollout",),
+            formula=f"{run.rows} rows x (2 vocabulary + 8 hidden + 3 intermediate) x {item}, and graphs",
+        ),
+    ]
+    if isinstance(run.kv, EvictPolicy):
+        entries = rows * run.kv.trigger(run.prompt) * shape.num_layers * shape.num_kv_heads
+        lines.append(
+            Footprint(
+                name="compression",
+                bytes=32 * entries,
+                stages=("rollout",),
+                formula=f"{entries:,} entries of all layers and KV heads x 32: scores, positions, slots",
+            )
+        )
+    return lines
+
+
+def _learning(size: ModelSize, run: Run, device: Device) -> list[Footprint]:
+    """Activations of the largest forward, and what the backward pass needs beside them."""
+    item, tokens, layers = size.itemsize, run.forward_tokens, size.attention.num_layers
+    states = layers * size.hidden * item
+    chunk = CHUNK_LOGITS["cuda" if device.cuda else "cpu"]
+    logits = size.vocabulary * min(tokens, max(1, chunk // size.vocabulary))
+    each = item if device.cuda else item + 8  # a GPU writes the gradient over the logits
+    head = logits * each + 2 * tokens * size.hidden * item
+    backward = tokens * (3 * size.intermediate + 4 * size.hidden) * item
+    backward += 0 if run.lora else size.matrix * item  # a gradient on its way to its fp32 sum
+    outside = tokens * size.saved_outside
+    if run.activations == "keep":
+        saved, text = tokens * size.saved_layers, f"{tokens:,} tokens x {size.saved_layers:,} in {layers} layers"
+    else:
+        saved, text = tokens * states, f"{tokens:,} tokens x {layers} layers x {size.hidden} x {item}"
+        backward += tokens * size.saved_layer
+    lines = [
+        Footprint(
+            name="activations",
+            bytes=saved + (0 if run.activations == "offload" else outside),
+            stages=("head", "layers"),
+            formula=text + ("" if run.activations == "offload" else ", and around them"),
+            where="host" if run.activations == "offload" else "device",
+        ),
+        Footprint(
+            name="head",
+            bytes=head,
+            stages=("head",),
+            formula=f"{logits:,} logits x {each}, {tokens:,} hidden states twice",
+        ),
+        Footprint(
+            name="backward of a layer",
+            bytes=backward,
+            stages=("layers",),
+            formula=f"{tokens:,} tokens x (3 intermediate + 4 hidden) x {item}"
+            + (f", one layer's {size.saved_layer:,} a token" if run.activations != "keep" else "")
+            + ("" if run.lora else f", a matrix of {size.matrix:,} x {item}"),
+        ),
+        Footprint(
+            name="gradient of the embedding",
+            bytes=0 if run.lora else size.embedding * item,
+            stages=("embedding",),
+            formula=f"{size.embedding:,} x {item}",
+        ),
+    ]
+    if run.activations == "offload":
+        in_flight = tokens * (2 * size.hidden * item + size.saved_outside)
+        lines.append(
+            Footprint(
+                name="activations on their way",
+                bytes=in_flight,
+                stages=("head", "layers"),
+                formula=f"{tokens:,} tokens x 2 layers x {size.hidden} x {item}, and around them",
+            )
+        )
+    if run.ranks > 1:
+        gathered = 0 if run.lora else size.layer + size.around
+        lines.append(
+            Footprint(
+                name="gathered parameters",
+                bytes=gathered * (item + 4),
+                stages=LEARNING,
+                formula=f"one layer, embedding and head: {gathered:,} x {item}, their gradients x 4",
+            )
+        )
+    return lines
+
+
+def _outside(device: Device) -> list[Footprint]:
+    """What torch's allocator does not show."""
+    if not device.cuda:
+        return []
+    return [
+        Footprint(name="CUDA context", bytes=CONTEXT, stages=ALWAYS, formula="about", where="driver"),
+        Footprint(
+            name="fragmentation",
+            bytes=int(FRAGMENTED * device.memory),
+            stages=ALWAYS,
+            formula=f"allowance, {100 * FRAGMENTED:.0f} % of the memory",
+            where="driver",
+        ),
+    ]

@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A plan for people, and for programs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sparse_rl.kv import EvictPolicy, Full, KVPolicy
+from sparse_rl.plan.advice import Remedy, remedies, rows_that_fit, sparse_policy, together
+from sparse_rl.plan.memory import Plan
+
+STAGES = {
+    "head": "while logits are scored",
+    "layers": "in the backward pass",
+    "embedding": "at the end of the backward pass",
+}
+
+
+def summary(plan: Plan) -> str:
+    """The verdict with its numbers, in one line."""
+    memory, rollout, learning = plan.device.memory, plan.held("rollout"), plan.held(plan.learning)
+    if plan.fits:
+        phase, peak = ("rollout", rollout) if rollout >= learning else ("learning", learning)
+        return f"fits: peak {gb(peak)} of {gb(memory)} in {phase}"
+    parts = []
+    if not plan.learning_fits:
+        parts.append(f"learning needs {gb(learning)} of {gb(memory)} {STAGES[plan.learning]}")
+    if not plan.pool_fits:
+        wanted, have = plan.pages_wanted * plan.page_bytes, plan.pages * plan.page_bytes
+        parts.append(
+            f"the KV of {plan.run.rows_used} rows ({_name(plan.run.kv)}) needs {gb(wanted)} at "
+            f"{plan.pages_a_row * plan.run.page_size:,} entries a row, {gb(have)} are free beside {_resident(plan)} "
+            f"and the engine's reserve: {_count(plan.rows_in_flight, 'row')} in flight"
+        )
+    elif not plan.rollout_fits:
+        parts.append(f"the rollout needs {gb(rollout)} of {gb(memory)}")
+    return "does not fit: " + "; ".join(parts)
+
+
+def lines(plan: Plan) -> list[str]:
+    """Everything that is held, rows that fit, the verdict, and what to change."""
+    size, run = plan.size, plan.run
+    dtype = str(size.dtype).removeprefix("torch.")
+    text = [
+        f"{size.name}: {size.parameters:,} parameters in {dtype}, on {plan.device.name} ({gb(plan.device.memory)})"
+        + (f", {run.ranks} ranks" if run.ranks > 1 else ""),
+        f"{run.requests} samples a step, {run.rows} rows, {_name(run.kv)}; prompts of up to {run.prompt:,} and "
+        f"completions of up to {run.completion:,} tokens; learner forwards of up to {run.forward_tokens:,} tokens",
+        "",
+        f"{'':26}{'rollout':>10}{'learning':>10}",
+    ]
+    held = [line for line in plan.lines if line.where != "host" or not plan.device.cuda]
+    for line in held:
+        if not {"rollout", plan.learning} & {*line.stages}:
+            continue
+        shown = [gb(line.bytes) if stage in line.stages else "" for stage in ("rollout", plan.learning)]
+        text.append(f"{line.name:26}{shown[0]:>10}{shown[1]:>10}   {line.formula}")
+    peaks = [gb(plan.held(stage)) for stage in ("rollout", plan.learning)]
+    text.append(f"{'peak':26}{peaks[0]:>10}{peaks[1]:>10}   of {gb(plan.device.memory)}; {STAGES[plan.learning]}")
+    for line in plan.lines:
+        if line not in held:
+            text.append(f"{'in host memory':26}{gb(line.bytes):>20}   {line.name}: {line.formula}")
+    dense, sparse = rows_by_policy(plan)
+    text += [
+        "",
+        f"rows in flight that fit: {dense:,} dense, {sparse:,} {_name(sparse_policy(run))}",
+        summary(plan),
+    ]
+    return text if plan.fits else text + _advice(plan)
+
+
+def rows_by_policy(plan: Plan) -> tuple[int, int]:
+    """Most rows in flight, dense and sparse."""
+    dense, sparse = (
+        rows_that_fit(plan.size, plan.run, plan.device, policy) for policy in (Full(), sparse_policy(plan.run))
+    )
+    return dense, sparse
+
+
+def as_json(plan: Plan) -> dict[str, Any]:
+    """The plan's numbers; `allocated_bytes` is what torch's allocator will show, without the driver's share."""
+    dense, sparse = rows_by_policy(plan)
+    return {
+        "model": plan.size.name,
+        "dtype": str(plan.size.dtype).removeprefix("torch."),
+        "parameters": plan.size.parameters,
+        "device": {"name": plan.device.name, "memory_bytes": plan.device.memory},
+        "fits": plan.fits,
+        "summary": summary(plan),
+        "phases": {
+            phase: {
+                "peak_bytes": plan.held(stage),
+                "allocated_bytes": plan.held(stage, driver=False),
+                "holds": {
+                    line.name: line.bytes for line in plan.lines if stage in line.stages and line.where != "host"
+                },
+            }
+            for phase, stage in (("rollout", "rollout"), ("learning", plan.learning))
+        },
+        "host": {line.name: line.bytes for line in plan.lines if line.where == "host"},
+        "formulas": {line.name: line.formula for line in plan.lines},
+        "rows": {"asked": plan.run.rows, "in_flight": plan.rows_in_flight, "dense": dense, "sparse": sparse},
+        "remedies": [] if plan.fits else [_remedy(remedy) for remedy in remedies(plan)],
+        "together": [] if plan.fits else [_remedy(remedy) for remedy in together(plan)],
+    }
+
+
+def gb(count: float) -> str:
+    """Bytes in a unit that leaves a few digits."""
+    for unit, name in ((1e9, "GB"), (1e6, "MB")):
+        if count >= unit:
+            return f"{count / unit:.1f} {name}"
+    return f"{count / 1e3:.1f} kB"
+
+
+def _advice(plan: Plan) -> list[str]:
+    alone, combined = remedies(plan), together(plan)
+    if not alone:
+        return ["nothing that is known here helps; take a smaller model, or shorter completions."]
+    text = ["what would help, least harm first:"]
+    width = max(len(remedy.setting) for remedy in alone)
+    text += [f"  --{remedy.setting:{width}}  {_phases(plan, remedy.plan)}: {remedy.cost}" for remedy in alone]
+    if not combined:
+        return [*text, "all of it together does not; take a smaller model, or shorter completions."]
+    settings = " ".join(f"--{remedy.setting}" for remedy in combined)
+    return [*text, f"together: {settings}", f"  {summary(combined[-1].plan)}"]
+
+
+def _phases(before: Plan, after: Plan) -> str:
+    """The phases that did not fit, as a change leaves them."""
+    shown = []
+    if not before.learning_fits:
+        shown.append(f"learning {gb(after.held(after.learning))}")
+    if not before.rollout_fits:
+        shown.append(f"rollout {gb(after.wanted)}, {_count(after.rows_in_flight, 'row')}")
+    return ", ".join(shown) + (", fits" if after.fits else "")
+
+
+def _remedy(remedy: Remedy) -> dict[str, Any]:
+    plan = remedy.plan
+    return {
+        "setting": remedy.setting,
+        "cost": remedy.cost,
+        "fits": plan.fits,
+        "rollout_bytes": plan.wanted,
+        "learning_bytes": plan.held(plan.learning),
+        "rows_in_flight": plan.rows_in_flight,
+    }
+
+
+def _name(policy: KVPolicy) -> str:
+    return f"{policy.name} {policy.budget}+{policy.interval}" if isinstance(policy, EvictPolicy) else "dense cache"
+
+
+def _resident(plan: Plan) -> str:
+    kept = ("weights", "masters", "optimizer moments", "reference model")
+    names = [line.name for line in plan.lines if line.name in kept and line.where == "device"]
+    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
+
+
+def _count(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"

@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a model weighs, from its configuration alone: parameters, and what a token leaves behind for the backward pass.
+
+The module is built on torch's meta device, where tensors have sizes and no memory, and run there on a few tokens.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from sparse_rl.model.attention import NAME
+from sparse_rl.model.dry_run import AttentionShape
+from sparse_rl.model.load import EMBEDDED
+from sparse_rl.model.tiny import tiny_model
+
+PROBES = (32, 64)  # tokens of the two passes whose difference is what a token costs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSize:
+    """Counts of parameters, and bytes a token."""
+
+    name: str
+    dtype: torch.dtype
+    parameters: int  # a tied head counts once
+    layer: int  # parameters of the largest decoder layer
+    around: int  # of what is no layer: embedding, head, last norm
+    matrix: int  # of the largest matrix in a layer
+    embedding: int
+    hidden: int
+    intermediate: int  # the widest output of a layer's matrices
+    vocabulary: int
+    context: int  # positions the model has
+    attention: AttentionShape
+    saved_layers: int  # bytes a token leaves behind in all layers
+    saved_layer: int  # in the one that keeps most
+    saved_outside: int  # before and after the layers
+    linears: tuple[
+        tuple[str, int], ...
+    ]  # by the matrices' names, rows and columns of all layers: what LoRA is added to
+
+    @property
+    def itemsize(self) -> int:
+        return self.dtype.itemsize
+
+    def adapters(self, rank: int, targets: tuple[str, ...] = ()) -> int:
+        """Parameters of LoRA adapters on the named matrices, on all of the layers' if none are named."""
+        chosen = [sides for name, sides in self.linears if not targets or name in targets]
+        if not chosen:
+            known = ", ".join(name for name, _ in self.linears)
+            raise ValueError(f"lora.target {', '.join(targets)} is no matrix of {self.name}; it has {known}.")
+        return rank * sum(chosen)
+
+
+def model_config(name: str, *, download: bool) -> PretrainedConfig:
+    """The configuration of a model by the name that `load` takes; ValueError if it is not at hand."""
+    if name == "tiny" or name.startswith("tiny:"):
+        return tiny_model(name.partition(":")[2] or "llama").config
+    path = str(EMBEDDED) if name == "embedded" else name
+    try:
+        config: Any = AutoConfig.from_pretrained(path, local_files_only=not download)
+    except Exception as error:  # whatever the library, the hub or the file system says
+        first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
+        where = "this folder" if Path(name).exists() else "the hub" if download else "the local cache"
+        raise ValueError(f"the configuration of {name!r} is not to be had from {where}: {first_line}") from error
+    assert isinstance(config, PretrainedConfig)
+    return config
+
+
+def model_size(config: PretrainedConfig, name: str, dtype: torch.dtype) -> ModelSize:
+    """The size of a model with this configuration and dtype."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=NAME)
+    try:
+        layers = _layers(model)
+        few, many = (_trace(model, layers, tokens) for tokens in PROBES)
+    except Exception as error:  # a model that is more than layers of attention
+        raise ValueError(f"{type(model).__name__} cannot be sized ({type(error).__name__}: {error}).") from error
+    per_token = {place: -(-(many.saved[place] - few.saved[place]) // (PROBES[1] - PROBES[0])) for place in many.saved}
+    inside = [count for place, count in per_token.items() if place is not None]
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    linears: Counter[str] = Counter()
+    for layer in layers:
+        for path, module in layer.named_modules():
+            if isinstance(module, torch.nn.Linear):
+                linears[path.rpartition(".")[2]] += module.in_features + module.out_features
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    in_layers = [sum(parameter.numel() for parameter in layer.parameters()) for layer in layers]
+    return ModelSize(
+        name=name,
+        dtype=dtype,
+        parameters=parameters,
+        layer=max(in_layers),
+        around=parameters - sum(in_layers),
+        matrix=max(p.numel() for layer in layers for p in layer.parameters()),
+        embedding=embedding.weight.numel(),
+        hidden=config.hidden_size,
+        intermediate=max(m.out_features for x in layers for m in x.modules() if isinstance(m, torch.nn.Linear)),
+        vocabulary=head.weight.shape[0],
+        context=getattr(config, "max_position_embeddings", None) or 1 << 30,
+        attention=many.shape(dtype),
+        saved_layers=sum(inside),
+        saved_layer=max(inside),
+        saved_outside=per_token.get(None, 0),
+        linears=tuple(linears.items()),
+    )
+
+
+def _layers(model: PreTrainedModel) -> list[torch.nn.Module]:
+    stacks = [child for child in model.base_model.children() if isinstance(child, torch.nn.ModuleList)]
+    if len(stacks) != 1:
+        raise ValueError(f"it has {len(stacks)} stacks of decoder layers, not one")
+    return list(stacks[0])
+
+
+class _Trace:
+    """Stands in for attention, and for autograd's memory: what is saved for the backward pass, by layer."""
+
+    def __init__(self, parameters: set[int]) -> None:
+        self.known = parameters  # storages that are counted elsewhere
+        self.kept: list[torch.Tensor] = []  # alive, so that no two storages get the same number
+        self.saved: Counter[int | None] = Counter()  # bytes by layer, None outside of them
+        self.layer: int | None = None
+        self.calls: list[tuple[int, int, int, int | None, float]] = []  # heads, KV heads, width, window, scale
+
+    def attend(
+        self,
+        layer_idx: int,
+        q_BHTD: torch.Tensor,
+        k_BKTD: torch.Tensor,
+        v_BKTD: torch.Tensor,
+        *,
+        scale: float,
+        window: int | None,
+    ) -> torch.Tensor:
+        self.calls.append((q_BHTD.shape[1], k_BKTD.shape[1], k_BKTD.shape[3], window, scale))
+        out: torch.Tensor = _Flash.apply(q_BHTD, k_BKTD, v_BKTD)
+        return out
+
+    def save(self, tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self.known:
+            self.known.add(storage._cdata)
+            self.kept.append(tensor)
+            self.saved[self.layer] += storage.nbytes()
+        return tensor
+
+    def shape(self, dtype: torch.dtype) -> AttentionShape:
+        heads, kv_heads, width, _, _ = self.calls[0]
+        return AttentionShape(
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=width,
+            windows=tuple(call[3] for call in self.calls),
+            scales=tuple(call[4] for call in self.calls),
+            dtype=dtype,
+            device=torch.device("meta"),
+        )
+
+
+class _Flash(torch.autograd.Function):
+    """What a fused attention keeps: its inputs, its output, and one number a query."""
+
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        out = torch.empty_like(q.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
+        ctx.save_for_backward(q, k, v, out, torch.empty(q.shape[:3], dtype=torch.float32, device=q.device))
+        return out
+
+
+def _trace(model: PreTrainedModel, layers: list[torch.nn.Module], tokens: int) -> _Trace:
+    trace = _Trace({parameter.untyped_storage()._cdata for parameter in model.parameters()})
+    hooks = []
+    for i, layer in enumerate(layers):
+        hooks.append(layer.register_forward_pre_hook(lambda *_, i=i: setattr(trace, "layer", i)))
+        hooks.append(layer.register_forward_hook(lambda *_: setattr(trace, "layer", None)))
+    ids = torch.zeros((1, tokens), dtype=torch.long, device="meta")
+    no_mask = torch.empty((1, 1, 0, 0), device="meta")  # of four dimensions: taken as it is
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(trace.save, lambda tensor: tensor):
+            model.get_decoder()(input_ids=ids, position_ids=ids, attention_mask=no_mask, use_cache=False, kv=trace)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    assert len(trace.calls) == len(layers), f"attention was called {len(trace.calls)} times for {len(layers)} layers"
+    return trace

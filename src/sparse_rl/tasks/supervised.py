@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Completions to imitate, from JSONL files.
+
+A row is one JSON object with a "prompt" (a string or a list of chat messages) and a "completion" (a string); other keys
+are not read. A chat goes through the model's template up to where its answer begins. The completion is what the model
+should write there, and ends with the model's end token.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from sparse_rl.tasks.jsonl import make_prompt, parse_rows, read_text, take
+from sparse_rl.types import Prompt
+
+logger = logging.getLogger(__name__)
+
+MAX_LEFT_OUT = 0.1  # share of the rows that may be too long
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Example:
+    """A prompt and the completion to learn.
+
+    Example(prompt=Prompt(text="2+2=", ids=(50, 43, 50, 61)), token_ids=tensor([52, 2]))
+    """
+
+    prompt: Prompt
+    token_ids: torch.Tensor  # (T,) int64, the end token last
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt.ids) + len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Examples:
+    """Rows to learn from and rows to evaluate on."""
+
+    train: list[Example]
+    eval: list[Example] = field(default_factory=list)
+    settings: dict[str, Any] = field(default_factory=lambda: {"train_file": None})  # what a run's record says of them
+
+    def stream(self, start: int, count: int, seed: int) -> list[Example]:
+        """Rows number `start` to `start + count` of the endless stream that belongs to the seed."""
+        return take(self.train, start, count, seed)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExamplesConfig:
+    """The rows.
+
+    train_file: JSONL file with a "prompt" (a string or chat messages) and a "completion" (a string) in every row
+    eval_file: the same, held out; without it, nothing is evaluated and no checkpoint is the best
+    max_length: rows of more tokens, prompt and completion together, are left out; by default the model's context
+    """
+
+    train_file: str = ""
+    eval_file: str | None = None
+    max_length: int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.train_file:
+            raise ValueError(
+                "data.train_file is missing; name a JSONL file with a prompt and a completion in every row."
+            )
+        if self.max_length is not None and self.max_length < 2:
+            raise ValueError(f"data.max_length is {self.max_length}; it must be at least 2.")
+
+    def build(self, tokenizer: PreTrainedTokenizerBase, end_ids: tuple[int, ...], context: int) -> Examples:
+        """Read the files. The first of `end_ids` ends a completion that does not end with one of them already."""
+        if self.max_length is not None and self.max_length > context:
+            raise ValueError(f"data.max_length is {self.max_length}, but the model's context is {context}; lower it.")
+        limit = self.max_length or context
+        train = read_examples(Path(self.train_file), tokenizer, end_ids, limit)
+        held_out = read_examples(Path(self.eval_file), tokenizer, end_ids, limit) if self.eval_file else []
+        digest = hashlib.sha256(Path(self.train_file).read_bytes()).hexdigest()[:16]
+        return Examples(train=train, eval=held_out, settings={**asdict(self), "train_sha256": digest})
+
+
+def read_examples(
+    path: Path, tokenizer: PreTrainedTokenizerBase, end_ids: tuple[int, ...], max_length: int
+) -> list[Example]:
+    """The rows of a JSONL file that are short enough; errors name the line."""
+    rows = parse_rows(read_text(path.read_bytes(), str(path)), str(path))
+    examples = {number: make_example(row, f"line {number} of {path}", tokenizer, end_ids) for number, row in rows}
+    too_long = [number for number, example in examples.items() if example.num_tokens > max_length]
+    if too_long:
+        found = (
+            f"{len(too_long)} of {len(examples)} rows of {path} have more than {max_length} tokens, "
+            f"the first in line {too_long[0]}"
+        )
+        if len(too_long) > MAX_LEFT_OUT * len(examples):
+            raise ValueError(f"{found}; raise data.max_length, or shorten or remove them.")
+        logger.warning("%s; they are left out.", found)
+    return [example for example in examples.values() if example.num_tokens <= max_length]
+
+
+def make_example(row: Any, where: str, tokenizer: PreTrainedTokenizerBase, end_ids: tuple[int, ...]) -> Example:
+    """A row as an example; `where` names it in errors."""
+    completion = row.get("completion") if isinstance(row, dict) else None
+    if not isinstance(completion, str):
+        raise ValueError(f'{where} has no "completion" that is a string; mend or remove it.')
+    if not completion:
+        raise ValueError(f"{where} has an empty completion; mend or remove it.")
+    prompt = make_prompt({"prompt": row.get("prompt")}, where, tokenizer)
+    try:
+        ids = list(tokenizer(completion, add_special_tokens=False).input_ids)
+    except Exception as error:  # text that is not Unicode
+        raise ValueError(
+            f"{where}: the tokenizer cannot read the completion ({type(error).__name__}: {error}); mend it."
+        ) from error
+    if not ids or ids[-1] not in end_ids:
+        ids.append(end_ids[0])
+    return Example(prompt=prompt, token_ids=torch.tensor(ids))

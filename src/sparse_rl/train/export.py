@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A checkpoint as a plain Hugging Face model: adapters merged, fp32 weights rounded once, what resumes left behind."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from sparse_rl.model import lora
+from sparse_rl.model.load import load
+from sparse_rl.train import checkpoint
+
+
+def export(folder: Path, output: Path, dtype: torch.dtype | None = None) -> None:
+    """Write the model of a checkpoint, or of a folder with an adapter, to a new folder; all of it or nothing.
+
+    Without a dtype: that of the run, or of the base model. A wider one is filled from the run's fp32 weights.
+    """
+    if output.exists():
+        raise ValueError(f"{output} exists and is not overwritten; choose another name or remove it.")
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is no folder; give a checkpoint of a run, like runs/first/checkpoint-10.")
+    model = _model(folder, dtype)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    temporary = output.with_name(f".{output.name}.{os.getpid()}")
+    try:
+        model.save_pretrained(temporary)
+        tokenizer.save_pretrained(temporary)
+        checkpoint.publish(temporary, output)
+    except (OSError, RuntimeError, SafetensorError) as error:  # each library has its own word for a full disk
+        first_line = str(error).strip().splitlines()[0]
+        raise OSError(f"{output} could not be written ({first_line}); make room on the disk.") from error
+    finally:
+        checkpoint.remove(temporary)
+
+
+def _model(folder: Path, dtype: torch.dtype | None) -> PreTrainedModel:
+    adapted, of_a_run = (folder / lora.ADAPTER).is_file(), (folder / checkpoint.STATE).is_file()
+    if adapted and not of_a_run:
+        return load(str(folder), dtype=dtype).model
+    trained = getattr(torch, checkpoint.read_state(folder)["settings"]["dtype"])
+    masters, dtype = checkpoint.read_masters(folder), dtype or trained
+    if adapted:
+        model = load(lora.base_name(folder), dtype=trained).model
+        lora.merge(model, folder, dtype=dtype, masters=masters)
+        return model
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(masters.get(name, parameter))
+    return model

@@ -1,0 +1,283 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What keeps a run from being lost.
+
+    SIGTERM, Ctrl-C   it stops at the next place where the work at hand may be thrown away, and is saved; a second
+                      signal ends it at once
+    out of memory     half the tokens of a learner forward, or half the rows of an engine, and the same work again;
+                      where one rollout alone does not fit, an update gets the memory of the KV pool as well
+    not finite        the update is skipped and its batch saved; STREAK in a row end the run
+    another error     ends the run, and the last step that was learnt is saved
+
+A step is a function of the weights, the seed and its number: one that is thrown away and taken again is the same.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from sparse_rl.kv import KVPolicy
+from sparse_rl.model.load import LoadedModel
+from sparse_rl.rollout import Engine, EngineConfig, Sampling
+from sparse_rl.train import checkpoint
+from sparse_rl.types import Prompt, Rollout
+
+if TYPE_CHECKING:
+    from sparse_rl.train.learner import Learner
+    from sparse_rl.train.update import BadUpdate
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+STREAK = 5  # updates in a row that are not finite end the run
+POOL = "pool"  # halved once, it is given back before every update
+MAX_BAD_BATCHES = 3  # kept in the run folder
+FORWARDED_S = 1.0  # a launcher forwards a signal that the run has got already
+SMALLER_UPDATE = (
+    "lower sampling.max_tokens, recompute or offload activations, or choose an 8-bit or offloaded optimizer, or LoRA"
+)
+SMALLER_ROLLOUT = (
+    "give a smaller engine.pool_bytes or engine.max_prefill_tokens, or lower kv.budget or sampling.max_tokens"
+)
+
+
+class Stopped(SystemExit):
+    """The run was asked to stop; the exit code is 128 + the signal."""
+
+    def __init__(self, by: signal.Signals) -> None:
+        super().__init__(128 + by)
+        self.by = by
+
+
+class Guards:
+    """The guards of one run, and what they have to remember."""
+
+    def __init__(self, *, first: bool = True) -> None:
+        self.first = first  # of the run's processes: the one that writes and speaks
+        self.halved: dict[str, int] = {}  # by stage, how often; kept in checkpoints
+        self.unheard: dict[signal.Signals, Any] = {}  # handlers to give back
+        self.stop: signal.Signals | None = None
+        self.stop_s = 0.0  # when it came
+        self.streak = 0  # updates in a row that were not finite
+        self.give_pool: Callable[[], bool] = lambda: False  # free the rollouts' KV pool; whether there was one
+
+    def listen(self) -> None:
+        """Hear SIGTERM and Ctrl-C, in the main thread and unless somebody else does."""
+        if threading.current_thread() is threading.main_thread():
+            for number, default in ((signal.SIGTERM, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):
+                if signal.getsignal(number) == default:
+                    self.unheard[number] = signal.signal(number, self.on_signal)
+
+    def stop_listening(self) -> None:
+        while self.unheard:
+            signal.signal(*self.unheard.popitem())
+
+    def on_signal(self, number: int, frame: FrameType | None) -> None:
+        """The first asks to stop, a second ends the process."""
+        if self.stop is None:
+            self.stop, self.stop_s = signal.Signals(number), time.monotonic()
+            said = f"sparse-rl: {self.stop.name}: stopping; a second signal ends the run at once.\n"
+            with suppress(OSError):  # nobody may be listening
+                os.write(2, said.encode() if self.first else b"")
+        elif time.monotonic() - self.stop_s > FORWARDED_S:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+
+    def check(self) -> None:
+        """Stop here if the run was asked to; for one process alone, since the others would wait for it."""
+        if self.stop is not None and alone():
+            raise Stopped(self.stop)
+
+    def check_together(self, device: torch.device) -> None:
+        """The same at a place that all processes of a run pass: a signal that one of them got stops all."""
+        if not alone():
+            number = torch.tensor(self.stop or 0, device=device)
+            dist.all_reduce(number, op=dist.ReduceOp.MAX)
+            self.stop = signal.Signals(int(number)) if number else None
+        if self.stop is not None:
+            raise Stopped(self.stop)
+
+    def part(self, stage: str, whole: int) -> int:
+        """What is left of a number that was halved as often as the stage ran out of memory."""
+        return max(1, whole >> self.halved.get(stage, 0))
+
+    def halve(self, stage: str, device: torch.device) -> None:
+        self.halved[stage] = self.halved.get(stage, 0) + 1
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def fit(self, work: Callable[[int], T], max_tokens: int, rollouts: Sequence[Rollout], learner: Learner) -> T:
+        """work(max_tokens); where memory runs out, its gradients are dropped and it is done again with half of that."""
+        longest = max(len(rollout.prompt.ids) + len(rollout.token_ids) for rollout in rollouts)
+        while True:
+            tokens = self.part("update", max_tokens)
+            try:
+                return work(tokens)
+            except (RuntimeError, MemoryError) as error:
+                if not out_of_memory(error):
+                    raise
+                smaller = tokens > longest
+                if not alone() or not (smaller or self.give_pool()):
+                    remedy = f"lower update.max_tokens, which is {tokens}" if smaller else SMALLER_UPDATE
+                    raise ValueError(
+                        f"out of memory in an update, whose longest rollout has {longest} tokens; {remedy}."
+                    ) from error
+            # Out here nothing holds on to the frames of the error, and what they hold can be freed.
+            learner.masters.zero_grad()
+            learner.head.model.zero_grad()
+            self.halve("update" if smaller else POOL, learner.device)
+            change = f"update.max_tokens is {self.part('update', max_tokens)}"
+            logger.warning(
+                "out of memory in an update: it is done again, and %s from here on.",
+                change if smaller else "the KV pool is given back before every update",
+            )
+
+    def note(self, bad: Sequence[BadUpdate], num_updates: int, rewards: torch.Tensor, step: int, run: Path) -> None:
+        """Save the batches of a step's updates that were not finite, and say so the first time."""
+        for i in range(num_updates):
+            self.streak = self.streak + 1 if any(item.update == i for item in bad) else 0
+        for item in bad if self.first else ():
+            path = run / "bad_batches" / f"step-{step}-update-{item.update + 1}.pt"
+            others = [found for found in path.parent.glob("*.pt") if found != path]
+            if len(others) >= MAX_BAD_BATCHES:
+                return
+            try:
+                path.parent.mkdir(exist_ok=True)
+                torch.save(item.contents(rewards) | {"step": step}, path)
+                saved = f"its batch is in {path} (torch.load): look for log-probs, advantages or losses out of range"
+            except (OSError, RuntimeError) as error:
+                saved = f"its batch could not be saved ({str(error).splitlines()[0]})"
+            if not others:
+                logger.warning(
+                    "the loss (%g) or gradient norm (%g) of an update in step %d is not finite: it changes nothing; "
+                    "%s. update/nonfinite counts further ones.",
+                    item.loss,
+                    item.grad_norm,
+                    step,
+                    saved,
+                )
+
+    def check_finite(self) -> None:
+        """End a run that no longer learns."""
+        if self.streak >= STREAK:
+            raise FloatingPointError(
+                f"the last {self.streak} updates had a loss or a gradient that is not finite, and changed nothing; "
+                "look at bad_batches in the run's folder, then resume with a lower optimizer.learning_rate or "
+                "--dtype float32."
+            )
+
+    def state(self) -> dict[str, int]:
+        """What a checkpoint keeps."""
+        return dict(self.halved)
+
+    def restore(self, halved: dict[str, int], before: dict[str, Any], now: dict[str, Any]) -> None:
+        """Go on as before, unless the settings that were halved are now others."""
+        same = {
+            stage: before["update"] == now["update"] if stage == "update" else before["engine"] == now["engine"]
+            for stage in halved
+        }
+        self.halved = {stage: count for stage, count in halved.items() if same[stage]}
+
+    def rescue(self, error: BaseException, save: Callable[[], object] | None, run: Path) -> None:
+        """Before the run ends early: save what is not saved yet, and say where a signal left it."""
+        if save is not None and (alone() or isinstance(error, Stopped)):
+            try:
+                save()
+            except Exception as failure:  # the first error stays the one that counts
+                logger.warning("the last step could not be saved: %s", failure)
+        if isinstance(error, Stopped):
+            found = checkpoint.checkpoints(run)
+            where = f"after {found[-1]}" if found else "before the first step was learnt"
+            logger.warning("stopped by %s %s; --trainer.resume_from_checkpoint true goes on.", error.by.name, where)
+
+
+class GuardedEngine(Engine):
+    """An engine that goes on with half the rows, and half the prefill, where they do not fit into memory."""
+
+    def __init__(self, loaded: LoadedModel, kv: KVPolicy, config: EngineConfig, guards: Guards, stage: str) -> None:
+        super().__init__(loaded, kv, config)
+        self.given, self.guards, self.stage = config, guards, stage
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt | str | Sequence[int]],
+        sampling: Sampling | None = None,
+        **more: Any,
+    ) -> list[Rollout]:
+        num_samples = len(prompts) * (sampling.n if sampling is not None else 1)
+        while True:
+            self._shrink()
+            try:
+                return super().generate(prompts, sampling, **more)
+            except (RuntimeError, MemoryError, ValueError) as error:
+                if not out_of_memory(error):
+                    raise
+                pool_given = self.given.pool_pages is not None or self.given.pool_bytes is not None
+                if isinstance(error, ValueError) and pool_given:
+                    raise  # it says so itself, and fewer rows would not make the pool smaller
+                if self.config.rows == 1 or not alone():
+                    rows = self.config.rows
+                    remedy = SMALLER_ROLLOUT if rows == 1 else f"lower engine.rows, which is {rows}"
+                    raise ValueError(f"out of memory while sampling ({self.stage}); {remedy}.") from error
+            self.cache = None
+            self.decoders.clear()
+            in_use = min(self.config.rows, num_samples)
+            while self.config.rows >= max(in_use, 2):  # rows without a sample take no memory to speak of
+                self.guards.halve(self.stage, self.loaded.shape.device)
+                self._shrink()
+            logger.warning(
+                "out of memory while sampling (%s): it starts over, and engine.rows is %d, "
+                "engine.max_prefill_tokens %d from here on.",
+                self.stage,
+                self.config.rows,
+                self.config.max_prefill_tokens,
+            )
+
+    def _shrink(self) -> None:
+        rows = self.guards.part(self.stage, self.given.rows)
+        tokens = self.guards.part(self.stage, self.given.max_prefill_tokens)
+        self.config = replace(self.config, rows=rows, max_prefill_tokens=tokens)
+
+
+def alone() -> bool:
+    """Whether one process is the whole run. With several, one that goes its own way leaves the others waiting."""
+    return not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
+
+
+def out_of_memory(error: BaseException | None) -> bool:
+    """Whether the error, or what it was raised from, is memory that ran out on a GPU or the host."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    if error is None:
+        return False
+    said = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
+    return (isinstance(error, RuntimeError) and any(text in str(error) for text in said)) or out_of_memory(
+        error.__cause__
+    )
+
+
+@contextmanager
+def optimizer_memory() -> Iterator[None]:
+    """A step of the optimiser that ran out of memory cannot be done again: some weights have moved."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not out_of_memory(error):
+            raise
+        raise ValueError(
+            "out of memory in the optimizer's step; choose an 8-bit or offloaded optimizer, or LoRA, then resume."
+        ) from error

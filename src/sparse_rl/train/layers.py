@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the learner runs the decoder layers: what they keep for the backward pass, and whether they are compiled.
+
+keep        all that the backward pass reads; fastest, and most memory
+recompute   each layer's input; the layer runs again in the backward pass, a third more work
+offload     the same, and the inputs wait in host memory
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import lru_cache, partial
+from typing import Any, Literal
+
+import torch
+from torch.autograd.graph import save_on_cpu
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+from sparse_rl.model.attention import keep_out_of_compiled_code
+from sparse_rl.rollout.decoder import COMPILER, MAX_VARIANTS
+
+Activations = Literal["keep", "recompute", "offload"]
+
+
+@contextmanager
+def learner_layers(model: PreTrainedModel, activations: Activations, *, compiles: bool) -> Iterator[None]:
+    """Run the layers so for as long as this lasts. Hooks on a layer stay outside of what is compiled and run again."""
+    layers = decoder_layers(model)
+    if compiles:
+        keep_out_of_compiled_code()
+    try:
+        for layer in layers:
+            forward = partial(_compiled(type(layer).forward), layer) if compiles else layer.forward
+            layer.forward = _wrapped(forward, activations)
+        with torch._dynamo.config.patch(recompile_limit=MAX_VARIANTS) if compiles else nullcontext():
+            yield
+    finally:
+        for layer in layers:
+            layer.__dict__.pop("forward", None)
+
+
+def decoder_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
+    return [layer for child in model.base_model.children() if isinstance(child, torch.nn.ModuleList) for layer in child]
+
+
+@lru_cache
+def _compiled(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """One for all layers of a kind: they differ in their parameters alone."""
+    return torch.compile(forward, dynamic=True, options=COMPILER)
+
+
+def _wrapped(forward: Callable[..., Any], activations: Activations) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if activations == "keep" or not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        with save_on_cpu(pin_memory=True) if activations == "offload" else nullcontext():
+            return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+
+    return run

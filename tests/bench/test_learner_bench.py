@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`sparse-rl bench learner`: what it counts, what it writes, what it refuses."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from sparse_rl.bench.learner import LearnerBenchConfig, make_rollouts, operations
+from sparse_rl.cli import main
+from sparse_rl.model.shapes import random_model
+
+LINE = ["bench", "learner", "--shape", "tiny", "--device", "cpu", "--sequences", "8", "--prompt", "5", "--steps", "1"]
+
+
+def test_operations_by_hand():
+    loaded = random_model("tiny", "cpu", torch.float32)
+    config = loaded.model.config
+    width, inner, layers = config.hidden_size, config.intermediate_size, config.num_hidden_layers
+    kv = config.num_key_value_heads * config.head_dim
+    q = config.num_attention_heads * config.head_dim
+    layer = 2 * width * q + 2 * width * kv + 3 * width * inner + 2 * width
+    body = layers * layer + width
+    # Lengths 2 and 6: 8 tokens, weighted mean (4 + 36) / 8 = 5.
+    per_token = 6 * body + 6 * width * loaded.vocab_size + 6 * layers * width * 5
+    assert operations(loaded, [2, 6]) == 8 * per_token
+
+
+def test_lengths_are_spread_as_stated_and_nothing_would_be_rejected():
+    loaded = random_model("tiny", "cpu", torch.float32)
+    config = LearnerBenchConfig(sequences=64, prompt=3, output=60, median=20)
+    rollouts = make_rollouts(config, loaded)
+    lengths = sorted(len(rollout.token_ids) for rollout in rollouts)
+    assert 10 < lengths[32] < 40 and lengths[-1] == 60 and lengths[0] >= 1
+    assert all(rollout.prompt is rollouts[i // 8 * 8].prompt for i, rollout in enumerate(rollouts))
+    assert all(float(rollout.sampler_logprobs.max()) < -1 for rollout in rollouts), "the model's own log-probs"
+    equal = make_rollouts(LearnerBenchConfig(sequences=8, prompt=3, output=60, spread="equal"), loaded)
+    assert {len(rollout.token_ids) for rollout in equal} == {60}
+
+
+def test_a_measurement_is_written(tmp_path, capsys):
+    result = tmp_path / "speed.json"
+    main([*LINE, "--output", "40", "--median", "15", "--flops", "1e12", "--result", str(result)])
+    shown = capsys.readouterr().out
+    (record,) = json.loads(result.read_text())
+    results = record["results"]
+    assert results["mfu"] == pytest.approx(results["operations"] / (results["seconds"] * 1e12), rel=1e-4)
+    assert results["tokens_per_s"] == pytest.approx(results["tokens"] / results["seconds"], rel=1e-4)
+    assert "MFU = (6 N + 6 h V + 6 L h l) x tokens / (seconds x F)" in shown
+    assert record["settings"]["update"]["activations"] == "keep"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--sequences", "12"], "must be a multiple of 8"),
+        (["--spread", "uniform"], "choose one of lognormal, equal"),
+        (["--against", "verl"], "choose among trl"),
+        (["--sigma", "-1"], "must be 0 or more"),
+        (["--update.activations", "some"], "choose one of keep, recompute, offload"),
+        (["--shape", "qwen9"], "is unknown"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(arguments, message, capsys):
+    with pytest.raises(SystemExit) as exit:
+        main([*LINE, *arguments])
+    assert exit.value.code == 2
+    assert message in capsys.readouterr().err

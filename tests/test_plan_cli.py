@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`sparse-rl plan`: the settings of a training run in, what it holds and whether it fits out."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+
+import pytest
+import yaml
+
+from sparse_rl.cli import main
+from sparse_rl.cli.plan import warn_of_memory
+from sparse_rl.cli.train import _parser, read
+
+SHAPE = ["--shape", "qwen2.5-1.5b", "--sampling.max_tokens", "4096"]
+
+
+def run(*arguments: str) -> tuple[int, str, str]:
+    out, err, code = io.StringIO(), io.StringIO(), 0
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            main(list(arguments))
+        except SystemExit as exit:
+            code = exit.code
+    return code, out.getvalue(), err.getvalue()
+
+
+def plan(*arguments: str) -> tuple[int, dict]:
+    code, out, err = run("plan", *arguments, "--json")
+    assert err == ""
+    return code, json.loads(out)
+
+
+def test_a_run_that_fits_and_one_that_does_not():
+    code, out, _ = run("plan", *SHAPE, "--gpu", "h200")
+    assert code == 0 and out.splitlines()[-1].startswith("fits: peak ")
+    code, out, _ = run("plan", *SHAPE, "--memory", "20GB")
+    assert code == 1 and "does not fit: learning needs " in out and "of 20.0 GB" in out
+    assert "what would help, least harm first:" in out and "together: --" in out
+    for part in ("weights", "masters", "gradients", "optimizer moments", "KV pool", "activations", "graph pool"):
+        assert f"\n{part} " in out
+
+
+def test_the_numbers_are_sums_of_their_parts():
+    code, found = plan(*SHAPE, "--memory", "30GB", "--kv.policy", "rkv", "--loss.beta", "0.1")
+    assert code == 1 and not found["fits"]
+    for phase in found["phases"].values():
+        assert phase["peak_bytes"] == sum(phase["holds"].values())
+        driver = phase["holds"]["CUDA context"] + phase["holds"]["fragmentation"]
+        assert phase["allocated_bytes"] == phase["peak_bytes"] - driver
+    assert found["phases"]["rollout"]["holds"]["reference model"] == 2 * found["parameters"]
+    assert found["rows"]["sparse"] > found["rows"]["dense"]
+    assert found["remedies"] and found["together"][-1]["fits"]
+    assert found["formulas"].keys() >= found["phases"]["learning"]["holds"].keys()
+
+
+def test_every_setting_counts():
+    _, base = plan(*SHAPE, "--gpu", "h100", "--kv.policy", "rkv")
+
+    def peaks(found):
+        return {phase: values["peak_bytes"] for phase, values in found["phases"].items()}
+
+    for more in (
+        ["--engine.rows", "64"],
+        ["--kv.budget", "1024"],
+        ["--prompt", "2048"],
+        ["--update.max_tokens", "16384"],
+        ["--dtype", "float32"],
+        ["--loss.beta", "0.1"],
+        ["--ranks", "2"],
+        ["--num_generations", "2", "--trainer.prompts_per_step", "4"],  # TRL's names work too
+        ["--engine.pool_bytes", "10000000000"],
+    ):
+        assert peaks(plan(*SHAPE, "--gpu", "h100", "--kv.policy", "rkv", *more)[1]) != peaks(base), more
+
+
+def test_recipes_and_models_at_hand_need_no_download():
+    code, found = plan("--config", "qwen2.5-7b.yaml", "--gpu", "b200")
+    assert found["parameters"] == 7_615_616_512 and found["dtype"] == "bfloat16" and found["rows"]["asked"] == 256
+    assert code == 1 and "learning needs" in found["summary"]
+    code, found = plan()
+    assert code == 0 and found["model"] == "embedded" and found["dtype"] == "float32"
+    assert "CUDA context" not in found["phases"]["rollout"]["holds"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["--shape", "qwen2.5-77b", "--gpu", "h200"], ["did you mean qwen2.5-7b?"]),
+        (["--gpu", "h2000"], ["--gpu 'h2000'", "did you mean h200?"]),
+        (["--memory", "lots"], ["--memory is 'lots'"]),
+        (["--ranks", "0"], ["--ranks is 0"]),
+        (["--prompt", "0"], ["--prompt is 0"]),
+        (["--prompt", "100000"], ["--prompt is 100000", "context"]),
+        (["--device", "cuda:99"], ["cuda:99", "--gpu NAME"]),
+        (["--shpe", "tiny"], ["did you mean --shape?"]),
+        (["--dry-run"], ["dry-run"]),
+        (["--top_p", "0.5"], ["sampling.top_p is 0.5"]),
+    ],
+    ids=lambda value: " ".join(value)[:30],
+)
+def test_errors_are_one_sentence(arguments, parts):
+    code, out, err = run("plan", *arguments)
+    assert (code, out) == (2, "") and err.startswith("sparse-rl: error: ") and len(err.splitlines()) == 1
+    for part in parts:
+        assert part in err
+
+
+def test_a_dry_run_has_the_plan_behind_its_settings():
+    code, out, err = run("train", "--dry-run")
+    assert (code, err) == (0, "")
+    comments = [line for line in out.splitlines() if line.startswith("#")]
+    assert out.splitlines()[-len(comments) :] == comments and "trainer" in yaml.safe_load(out)
+    assert comments[0].startswith("# embedded: ") and comments[-1].startswith("# fits: peak ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [(["--model", "no/such"], "the configuration of 'no/such'"), (["--device", "cuda:99"], "device 'cuda:99'")],
+)
+def test_a_dry_run_without_a_plan_says_why(arguments, reason):
+    code, out, err = run("train", *arguments, "--dry-run")
+    last = out.splitlines()[-1]
+    assert (code, err) == (0, "") and last.startswith(f"# no plan: {reason}") and "trainer" in yaml.safe_load(out)
+
+
+def test_training_warns_before_it_loads_what_will_not_fit(monkeypatch, caplog):
+    from sparse_rl.plan import Device
+
+    arguments = ["--model", "Qwen/Qwen2.5-7B", "--device", "cuda", "--dtype", "bfloat16"]
+    settings, _, parts = read(arguments, _parser())
+    for memory, warned in ((24e9, True), (1e15, False)):
+        device = Device(name="some", memory=int(memory))
+        monkeypatch.setattr("sparse_rl.plan.choose_device", lambda name, device=device: device)
+        caplog.clear()
+        warn_of_memory(settings, parts)
+        assert [("does not fit" in record.message) for record in caplog.records] == [True] * warned
+    settings.device = "cpu"
+    warn_of_memory(settings, parts)
+    assert not caplog.records

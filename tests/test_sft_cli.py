@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`sparse-rl sft`: settings by flag, file and recipe; a run folder that `sparse-rl train` goes on from."""
+
+from __future__ import annotations
+
+import json
+from importlib import resources
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from test_train_cli import CHAIN, assert_one_sentence, contents, flat, run, train
+
+from sparse_rl.cli.recipes import recipes
+from sparse_rl.metrics import read_log
+from sparse_rl.tasks import Chain
+from sparse_rl.train import checkpoint
+
+ROWS = 12
+
+
+def sft(*arguments: str) -> tuple[int, str, str]:
+    return run("sft", *arguments)
+
+
+def resolved(*arguments: str) -> dict:
+    code, out, err = sft(*arguments, "--dry-run")
+    assert (code, err) == (0, "")
+    return flat(yaml.safe_load(out))
+
+
+def changes(before: dict, after: dict) -> dict:
+    return {key: after[key] for key in before if before[key] != after[key]}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """Chains with an answer that is always the same, some of them held out."""
+    folder = tmp_path_factory.mktemp("data")
+    prompts = Chain(letters=2, steps=2, filler=0).stream(0, ROWS + 2, 0)
+    rows = [json.dumps({"prompt": prompt.text, "completion": "777"}) + "\n" for prompt in prompts]
+    (folder / "warm.jsonl").write_text("".join(rows[:ROWS]))
+    (folder / "held_out.jsonl").write_text("".join(rows[ROWS:]))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def arguments(data):
+    files = ["--data.train_file", str(data / "warm.jsonl"), "--data.eval_file", str(data / "held_out.jsonl")]
+    return ["--model", "embedded", *files, "--trainer.rows_per_step", "6", "--trainer.eval_every", "2"]
+
+
+@pytest.fixture(scope="module")
+def finished(arguments, tmp_path_factory):
+    """A run of two epochs, and what the command said."""
+    folder = tmp_path_factory.mktemp("sft") / "run"
+    return folder, sft(*arguments, "--trainer.output_dir", str(folder), "--trainer.epochs", "2")
+
+
+def test_a_run_writes_its_folder_and_says_how_it_goes(finished):
+    folder, (code, out, err) = finished
+    assert (code, out) == (0, ""), err
+    lines = read_log(folder / "metrics.jsonl")
+    assert [line["step"] for line in lines] == [0, 1, 2, 3, 4]
+    assert lines[4]["eval/loss"] < lines[2]["eval/loss"] < lines[0]["eval/loss"]
+    said = err.splitlines()
+    assert f"{folder}: " in said[0] and "12 rows and 2 held out, 6 rows a step, steps 0 to 4" in said[0]
+    assert [line.split(",")[0] for line in said[1:]] == ["step 0/4", "step 2/4", "step 4/4"]
+    assert f"held out: loss {lines[4]['eval/loss']:.4f}" in said[3] and f"loss {lines[4]['loss']:.4f}, grad" in said[3]
+    settings = json.loads((folder / "run.json").read_text())["config"]
+    assert settings["model"] == "embedded" and settings["data"]["train_file"].endswith("warm.jsonl")
+    assert settings["optimizer"]["learning_rate"] == 1e-4 and settings["trainer"]["steps"] == 4
+
+
+def test_a_second_run_in_the_folder_is_refused_and_changes_nothing(finished, arguments):
+    folder, _ = finished
+    before = contents(folder)
+    assert_one_sentence(sft(*arguments, "--trainer.output_dir", str(folder)), "has a run in it", "resume it with")
+    assert contents(folder) == before
+
+
+def test_a_run_goes_on(arguments, tmp_path, caplog):
+    target = ["--trainer.output_dir", str(tmp_path / "run"), "--trainer.steps", "4"]
+    assert sft(*arguments, *target)[0] == 0
+    code, _, err = sft(*arguments, *target[:2], "--trainer.epochs", "3", "--trainer.resume_from_checkpoint", "true")
+    assert code == 0 and "steps 4 to 6" in err
+    assert "trainer.steps 4 is now 6" in caplog.text
+    assert [line["step"] for line in read_log(tmp_path / "run" / "metrics.jsonl")] == list(range(7))
+
+
+def test_train_goes_on_from_its_checkpoint(finished, tmp_path):
+    folder = checkpoint.checkpoints(finished[0])[-1]
+    given = ["--model", str(folder), "--trainer.steps", "1", "--optimizer.learning_rate", "0"]
+    code, _, err = train(*CHAIN, *given, "--trainer.output_dir", str(tmp_path))
+    assert code == 0, err
+    assert json.loads((tmp_path / "run.json").read_text())["config"]["model"] == str(folder)
+    ours, theirs = (load_file(path / "model.safetensors") for path in (tmp_path / "checkpoint-1", folder))
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_a_dry_run_prints_a_file_that_gives_the_same_settings(tmp_path):
+    given = ["--data.train_file", "a: b.jsonl", "--trainer.save_total_limit", "null", "--optimizer.schedule", "linear"]
+    code, out, err = sft("--model", "no/such", *given, "--trainer.report_to", "trackio", "--dry-run")
+    assert (code, err) == (0, "")
+    (tmp_path / "config.yaml").write_text(out)
+    assert sft("--config", str(tmp_path / "config.yaml"), "--dry-run") == (0, out, "")
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.parametrize("recipe", recipes("sft"))
+def test_every_recipe_loads_by_name_and_is_obeyed(recipe):
+    settings = resolved("--config", recipe)
+    written = flat(yaml.safe_load((resources.files("sparse_rl") / "recipes" / recipe).read_text()))
+    assert written == {key: settings[key] for key in written}
+    flags = resolved("--trainer.epochs", "1", "--config", recipe)
+    assert changes(settings, flags) == {"trainer.epochs": 1.0}, "flags win"
+
+
+def test_recipes_of_the_two_commands_are_told_apart():
+    assert "smollm2-warm.yaml" in recipes("sft") and not set(recipes("sft")) & set(recipes("train"))
+    every = [e.name for e in (resources.files("sparse_rl") / "recipes").iterdir() if e.name.endswith(".yaml")]
+    assert sorted([*recipes("sft"), *recipes("train")]) == sorted(every)
+    assert_one_sentence(train("--config", "smollm2-warm.yaml"), "data settings, which belong to `sparse-rl sft`")
+    assert_one_sentence(sft("--config", "default.yaml"), "task settings, which belong to `sparse-rl train`")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ([], "data.train_file is missing"),
+        (["--data.trainfile", "a"], "unknown option 'data.trainfile'; did you mean --data.train_file?"),
+        (["--trainer.epoch", "3"], "did you mean --trainer.epochs?"),
+        (["--data.train_file", "a", "--trainer.epochs", "0"], "trainer.epochs is 0"),
+        (["--data.train_file", "a", "--optimizer.learning_rate", "fast"], "optimizer.learning_rate is 'fast'"),
+        (["--data.train_file", "a", "--dtype", "float12"], "dtype 'float12' is unknown"),
+        (["--config", "smollm2-worm.yaml"], "neither a file nor a recipe; the recipes are smollm2-warm.yaml"),
+        (["--config"], "--config needs the name"),
+        (["--model", "embedded", "--data.train_file", "no-such.jsonl"], "no-such.jsonl: No such file"),
+        (["--kv.budget", "3"], "unknown option 'kv.budget'"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_wrong_setting_gets_one_sentence(given, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert_one_sentence(sft(*given), message)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_unknown_key_of_a_file_gets_a_suggestion(tmp_path):
+    (tmp_path / "config.yaml").write_text("data: {train_file: a, max_lenght: 3}\n")
+    assert_one_sentence(sft("--config", str(tmp_path / "config.yaml")), "did you mean --data.max_length?")
+
+
+def test_a_wrong_row_is_named_before_anything_is_written(arguments, tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a|", "completion": "1"}\n{"prompt": "a|"}\n')
+    given = ["--data.train_file", str(tmp_path / "rows.jsonl"), "--trainer.output_dir", str(tmp_path / "run")]
+    assert_one_sentence(sft(*arguments, *given), f'line 2 of {tmp_path / "rows.jsonl"} has no "completion"')
+    assert not (tmp_path / "run").exists()
+
+
+def test_several_processes_are_refused(arguments, tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert_one_sentence(sft(*arguments, "--trainer.output_dir", str(tmp_path / "run")), "without torchrun")
+    assert not (tmp_path / "run").exists()
+
+
+def test_help_names_every_section():
+    code, out, _ = sft("--help")
+    assert code == 0 and "sparse-rl train --model runs/warm/checkpoint-300" in out
+    for setting in (
+        "--trainer.epochs",
+        "--trainer.rows_per_step",
+        "--data.eval_file",
+        "--optimizer.warmup",
+        "--dry-run",
+    ):
+        assert setting in out

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layers that keep, recompute or offload what the backward pass needs give the same gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sparse_rl.model.attention import PackedRows, packed_positions
+from sparse_rl.model.tiny import tiny_model
+from sparse_rl.score.head import Head
+from sparse_rl.train.layers import decoder_layers, learner_layers
+from sparse_rl.train.update import UpdateConfig
+
+
+def gradients(model, device, activations, *, compiles=False):
+    """Of some log-probs, and the bytes that were kept for them."""
+    boundaries = [0, 13, 20]
+    ids = torch.randint(0, 259, (1, 20), generator=torch.Generator().manual_seed(0)).to(device)
+    inputs = {"input_ids": ids, "position_ids": packed_positions(boundaries, model.device), "use_cache": False}
+    predicting = torch.tensor([3, 8, 11, 14, 18], device=device)
+    kept: dict[int, int] = {}
+
+    def note(tensor):
+        kept[tensor.data_ptr()] = tensor.nbytes
+        return tensor
+
+    with learner_layers(model, activations, compiles=compiles):
+        head = Head(model)
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            scores = head(inputs | {"kv": PackedRows(boundaries)}, predicting, ids[0, predicting + 1])
+        result = torch.autograd.grad(scores.logprobs.sum(), list(model.parameters()))
+    return result, sum(kept.values())
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
+def test_recomputed_gradients_are_the_same(family, device):
+    model = tiny_model(family, dtype=torch.float64, device=device)
+    expected, all_kept = gradients(model, device, "keep")
+    got, kept = gradients(model, device, "recompute")
+    for a, b in zip(got, expected, strict=True):
+        assert torch.equal(a, b)
+    assert kept < 0.7 * all_kept
+    assert all("forward" not in layer.__dict__ for layer in decoder_layers(model)), "the model is as it was"
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("activations", ["keep", "recompute", "offload"])
+def test_compiled_layers_learn_the_same(activations, device):
+    model = tiny_model("qwen2", device=device)
+    expected, _ = gradients(model, device, "keep")
+    got, _ = gradients(model, device, activations, compiles=True)
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-3)
+
+
+def test_unknown_activations_are_refused():
+    with pytest.raises(ValueError, match=r"update.activations is 'some'; choose one of keep, recompute, offload"):
+        UpdateConfig(activations="some")
+
+
+def test_an_error_leaves_the_model_as_it_was():
+    model = tiny_model()
+    with pytest.raises(RuntimeError), learner_layers(model, "recompute", compiles=False):
+        raise RuntimeError
+    assert all("forward" not in layer.__dict__ for layer in decoder_layers(model))
