@@ -25,6 +25,7 @@ from sparse_rl.kv import RKV
 from sparse_rl.metrics import TIMES, read_log
 from sparse_rl.model.dry_run import dry_run
 from sparse_rl.model.load import LoadedModel, load
+from sparse_rl.model.lora import LoraConfig
 from sparse_rl.model.tiny import tiny_model, tiny_tokenizer
 from sparse_rl.objective.correction import PRESETS
 from sparse_rl.objective.loss import LossConfig
@@ -64,7 +65,7 @@ def advantages_of(rollouts, seed, working=None):
 
 
 BATCHES = [  # which rollouts have an advantage, correction, loss, update
-    (None, "sparse_rl", {}, {}),
+    (None, "sparse_rl", {}, {"activations": "recompute"}),
     ([5], "tis", {}, {}),  # one process without work
     ([0, 3, 6], "sparse_rl", {"aggregation": "token_mean"}, {"skip_zero_rows": False}),
     (None, "sparse_rl_release", {"beta": 0.1}, {}),  # a statistic of the whole batch, and a reference
@@ -208,6 +209,28 @@ def test_a_run_of_several_processes_is_the_run_of_one(tmp_path, size):
 
 def run_with(processes, folder, config):
     return run(processes, folder, **config)
+
+
+def test_adapters_are_sharded_and_saved_as_one_process_does(tmp_path):
+    pytest.importorskip("peft")
+    loss, optimizer = LossConfig(beta=0.1), OptimizerConfig(learning_rate=1e-2)
+    parts = {"lora": LoraConfig(r=4), "loss": loss, "optimizer": optimizer, "eval": EvalConfig(prompts=0)}
+    config = {"parts": parts, "steps": 2, "dtype": torch.float32}
+    results_of(2, run_with, tmp_path / "two", config)
+    run(Processes(), tmp_path / "one", **config)
+    ours, theirs = (checkpoint.read_masters(tmp_path / name / "checkpoint-2") for name in ("two", "one"))
+    assert ours.keys() == theirs.keys() and all("lora" in name for name in ours)
+    for name, value in theirs.items():
+        torch.testing.assert_close(ours[name], value, atol=1e-3, rtol=0)
+    lines = [without_times(tmp_path / name)[1] for name in ("two", "one")]
+    assert lines[0]["loss"] == pytest.approx(lines[1]["loss"], abs=1e-6)
+    assert (tmp_path / "two" / "checkpoint-2" / "adapter_model.safetensors").exists()
+
+
+def test_what_has_no_sharded_form_is_refused(tmp_path):
+    parts = {"optimizer": OptimizerConfig(kind="adamw_8bit")}
+    ((code, said),) = several(1, run_with, tmp_path / "run", {"parts": parts})
+    assert code == 1 and said.startswith("ValueError: optimizer.kind is 'adamw_8bit', but under torchrun")
 
 
 def test_a_run_goes_on_with_another_number_of_processes(tmp_path):
