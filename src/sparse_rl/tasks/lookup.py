@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A list of keys and values, then a question about one of them: right only if the cache still has that pair.
+
+    The value of Rosa is 41.
+    The value of Hugo is 86.
+    ...
+    What is the value of Hugo?
+
+It is a turn of a chat where the tokenizer has a chat template, else plain text. There is no end of them: each is drawn
+from the seed and its number.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from dataclasses import asdict, dataclass
+from string import ascii_uppercase
+from typing import Any, ClassVar, Literal, get_args
+
+from transformers import PreTrainedTokenizerBase
+
+from sparse_rl.tasks.base import Rewards
+from sparse_rl.tasks.jsonl import as_turn, make_prompt
+from sparse_rl.types import Prompt
+
+Keys = Literal["names", "codes"]
+FIRST_NAMES = """
+Adam Alice Amy Anna Beth Bob Carl Carol Clara Dan David Dora Emma Eric Eva Finn Frank Fred Grace Helen Henry Hugo Ian
+Iris Ivan Jack Jane Jill John Julia Kate Kevin Kim Laura Leo Liam Linda Lisa Lucy Luke Maria Mark Mary Max Mia Mike Nina
+Noah Nora Olga Oscar Paul Peter Quinn Robert Rosa Ruth Sam Sara Simon Sophia Tina Tom Uma Vera Will Zoe
+"""
+NAMES = FIRST_NAMES.split()
+PAIR, QUESTION = "The value of {key} is {value}.", "What is the value of {key}?"
+NUMBER = re.compile(r"\d+")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lookup:
+    """Key-value look-up.
+
+    pairs: pairs in the list, at least 2; a pair takes about ten tokens
+    keys: "names" (at most 67 pairs) or "codes" of three letters
+    digits: of a value, 1 to 6
+    """
+
+    name: ClassVar[str] = "lookup"
+
+    pairs: int = 10
+    keys: Keys = "names"
+    digits: int = 2
+
+    def __post_init__(self) -> None:
+        if self.keys not in get_args(Keys):
+            raise ValueError(f"task.keys is {self.keys!r}; choose one of {', '.join(get_args(Keys))}.")
+        if not 1 <= self.digits <= 6:
+            raise ValueError(f"task.digits is {self.digits}; it must lie between 1 and 6.")
+        most = min(len(self.values), len(NAMES) if self.keys == "names" else 1000)
+        if not 2 <= self.pairs <= most:
+            raise ValueError(
+                f"task.pairs is {self.pairs}; with keys {self.keys} and digits {self.digits} it must lie between 2 and "
+                f"{most}."
+            )
+
+    @property
+    def values(self) -> range:
+        return range(10 ** (self.digits - 1), 10**self.digits)
+
+    def build(self, tokenizer: PreTrainedTokenizerBase) -> LookupTask:
+        return LookupTask(self, tokenizer)
+
+    def problem(self, name: str) -> tuple[str, str]:
+        """The text and the answer that a name stands for."""
+        draw = random.Random(name)
+        keys = draw.sample(NAMES, self.pairs) if self.keys == "names" else _codes(draw, self.pairs)
+        values = draw.sample(self.values, self.pairs)
+        asked = draw.randrange(self.pairs)
+        lines = [PAIR.format(key=key, value=value) for key, value in zip(keys, values, strict=True)]
+        return "\n".join([*lines, "", QUESTION.format(key=keys[asked])]), str(values[asked])
+
+
+class LookupTask:
+    """The look-ups as prompts for a tokenizer."""
+
+    def __init__(self, config: Lookup, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.config, self.tokenizer = config, tokenizer
+        self.settings = {"name": config.name, **asdict(config)}
+        self.rewards = Rewards((only_the_value,))
+
+    def stream(self, start: int, count: int, seed: int) -> list[Prompt]:
+        return [self._prompt(f"train {seed} {i}") for i in range(start, start + count)]
+
+    def held_out(self, count: int) -> list[Prompt]:
+        return [self._prompt(f"held out {i}") for i in range(count)]
+
+    def _prompt(self, name: str) -> Prompt:
+        text, answer = self.config.problem(name)
+        return make_prompt({"prompt": as_turn(text, self.tokenizer), "answer": answer}, name, self.tokenizer)
+
+
+def only_the_value(completions: list[Any], answer: list[str], **columns: Any) -> list[float]:
+    """1 where the value that was asked for is the one number that the completion names, else 0."""
+    texts = [text if isinstance(text, str) else text[-1]["content"] for text in completions]
+    return [float({*NUMBER.findall(text)} == {right}) for text, right in zip(texts, answer, strict=True)]
+
+
+def _codes(draw: random.Random, count: int) -> list[str]:
+    """Different codes of three letters."""
+    return [
+        "".join(ascii_uppercase[i // 26**place % 26] for place in range(3)) for i in draw.sample(range(26**3), count)
+    ]
