@@ -44,7 +44,9 @@ def test_the_answer_follows_from_the_text(config, seed):
 
 def test_every_place_of_the_list_is_asked_for(seed):
     task = Lookup(pairs=4).build(tokenizer())
-    places = [re.findall(r"is (\d+)", prompt.text).index(prompt.columns["answer"]) for prompt in task.stream(0, 99, seed)]
+    places = [
+        re.findall(r"is (\d+)", prompt.text).index(prompt.columns["answer"]) for prompt in task.stream(0, 99, seed)
+    ]
     assert {*places} == {0, 1, 2, 3}
 
 
