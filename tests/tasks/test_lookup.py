@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Look-ups follow from their text, streams are deterministic and endless, and only the one right value is rewarded."""
+"""Look-ups follow from their text, streams are deterministic and endless, and only the right value is rewarded."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from sparse_rl.model.tiny import tiny_tokenizer
 from sparse_rl.tasks import Lookup
-from sparse_rl.tasks.lookup import NAMES, only_the_value
+from sparse_rl.tasks.lookup import NAMES, right_value
 
 SETTINGS = [Lookup(), Lookup(pairs=2, digits=1), Lookup(pairs=67), Lookup(pairs=300, keys="codes", digits=6)]
 CHATML = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}<assistant>"
@@ -75,7 +75,8 @@ def test_without_a_chat_template_the_text_is_plain(seed):
         ("41", 1.0),
         ("The value of Rosa is 41.", 1.0),
         ("It is 41, yes: 41", 1.0),
-        ("41 or 86", 0.0),
+        ("41 or 86", 1.0),
+        ("86 or 41", 0.0),
         ("86", 0.0),
         ("410", 0.0),
         ("4 1", 0.0),
@@ -84,8 +85,8 @@ def test_without_a_chat_template_the_text_is_plain(seed):
     ],
 )
 def test_rewards(text, reward):
-    assert only_the_value([text], ["41"]) == [reward]
-    assert only_the_value([[{"role": "assistant", "content": text}]], answer=["41"], prompts=None) == [reward]
+    assert right_value([text], ["41"]) == [reward]
+    assert right_value([[{"role": "assistant", "content": text}]], answer=["41"], prompts=None) == [reward]
 
 
 @pytest.mark.parametrize(

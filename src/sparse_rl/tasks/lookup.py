@@ -85,7 +85,7 @@ class LookupTask:
     def __init__(self, config: Lookup, tokenizer: PreTrainedTokenizerBase) -> None:
         self.config, self.tokenizer = config, tokenizer
         self.settings = {"name": config.name, **asdict(config)}
-        self.rewards = Rewards((only_the_value,))
+        self.rewards = Rewards((right_value,))
 
     def stream(self, start: int, count: int, seed: int) -> list[Prompt]:
         return [self._prompt(f"train {seed} {i}") for i in range(start, start + count)]
@@ -98,10 +98,10 @@ class LookupTask:
         return make_prompt({"prompt": as_turn(text, self.tokenizer), "answer": answer}, name, self.tokenizer)
 
 
-def only_the_value(completions: list[Any], answer: list[str], **columns: Any) -> list[float]:
-    """1 where the value that was asked for is the one number that the completion names, else 0."""
+def right_value(completions: list[Any], answer: list[str], **columns: Any) -> list[float]:
+    """1 where the completion's first number is the value that was asked for, else 0: to list them all is no answer."""
     texts = [text if isinstance(text, str) else text[-1]["content"] for text in completions]
-    return [float({*NUMBER.findall(text)} == {right}) for text, right in zip(texts, answer, strict=True)]
+    return [float(NUMBER.findall(text)[:1] == [right]) for text, right in zip(texts, answer, strict=True)]
 
 
 def _codes(draw: random.Random, count: int) -> list[str]:
