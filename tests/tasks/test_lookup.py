@@ -10,9 +10,9 @@ import pytest
 
 from sparse_rl.model.tiny import tiny_tokenizer
 from sparse_rl.tasks import Lookup
-from sparse_rl.tasks.lookup import NAMES, right_value
+from sparse_rl.tasks.lookup import WORDS, right_value
 
-SETTINGS = [Lookup(), Lookup(pairs=2, digits=1), Lookup(pairs=67), Lookup(pairs=300, keys="codes", digits=6)]
+SETTINGS = [Lookup(), Lookup(pairs=2, digits=1), Lookup(pairs=70), Lookup(pairs=300, keys="codes", digits=6)]
 CHATML = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}<assistant>"
 
 
@@ -33,12 +33,12 @@ def seed():
 def test_the_answer_follows_from_the_text(config, seed):
     for prompt in config.build(tokenizer()).stream(0, 20, seed):
         (message,) = prompt.messages
-        pairs = dict(re.findall(r"^The value of (\w+) is (\d+)\.$", message["content"], flags=re.MULTILINE))
-        (asked,) = re.findall(r"\n\nWhat is the value of (\w+)\?$", message["content"])
+        pairs = dict(re.findall(r"^The value of the (\w+) is (\d+)\.$", message["content"], flags=re.MULTILINE))
+        (asked,) = re.findall(r"\n\nWhat is the value of the (\w+)\? Answer in one sentence\.$", message["content"])
         assert len(pairs) == len({*pairs.values()}) == config.pairs, "each key and each value once"
         assert prompt.columns == {"answer": pairs[asked]}
         assert all(len(value) == config.digits for value in pairs.values())
-        assert all((key in NAMES) == (config.keys == "names") for key in pairs)
+        assert all((key in WORDS) == (config.keys == "words") for key in pairs)
         assert prompt.text == f"<user>{message['content']}<assistant>"
 
 
@@ -61,7 +61,7 @@ def test_streams_are_deterministic_endless_and_apart(seed):
     assert task.held_out(50) == held_out[:50]
     texts = {prompt.text for prompt in [*prompts, *held_out, *task.stream(0, 200, seed + 1)]}
     assert len(texts) == 600
-    assert task.settings == {"name": "lookup", "pairs": 5, "keys": "names", "digits": 2}
+    assert task.settings == {"name": "lookup", "pairs": 5, "keys": "words", "digits": 2}
 
 
 def test_without_a_chat_template_the_text_is_plain(seed):
@@ -73,7 +73,7 @@ def test_without_a_chat_template_the_text_is_plain(seed):
     ("text", "reward"),
     [
         ("41", 1.0),
-        ("The value of Rosa is 41.", 1.0),
+        ("The value of the lemon is 41.", 1.0),
         ("It is 41, yes: 41", 1.0),
         ("41 or 86", 1.0),
         ("86 or 41", 0.0),
@@ -92,11 +92,11 @@ def test_rewards(text, reward):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"pairs": 1}, "task.pairs is 1; with keys names and digits 2 it must lie between 2 and 67"),
-        ({"pairs": 68}, "between 2 and 67"),
+        ({"pairs": 1}, "task.pairs is 1; with keys words and digits 2 it must lie between 2 and 70"),
+        ({"pairs": 71}, "between 2 and 70"),
         ({"pairs": 10, "digits": 1}, "digits 1 it must lie between 2 and 9"),
         ({"pairs": 91, "keys": "codes"}, "keys codes and digits 2 it must lie between 2 and 90"),
-        ({"keys": "words"}, "task.keys is 'words'; choose one of names, codes"),
+        ({"keys": "names"}, "task.keys is 'names'; choose one of words, codes"),
         ({"digits": 0}, "task.digits is 0; it must lie between 1 and 6"),
         ({"digits": 7}, "task.digits is 7"),
     ],

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """A list of keys and values, then a question about one of them: right only if the cache still has that pair.
 
-    The value of Rosa is 41.
-    The value of Hugo is 86.
+    The value of the lemon is 41.
+    The value of the tiger is 86.
     ...
-    What is the value of Hugo?
+    What is the value of the tiger? Answer in one sentence.
+
+Of some wordings tried with SmolLM2-135M-Instruct this is one it understands best.
 
 It is a turn of a chat where the tokenizer has a chat template, else plain text. There is no end of them: each is drawn
 from the seed and its number.
@@ -24,14 +26,15 @@ from sparse_rl.tasks.base import Rewards
 from sparse_rl.tasks.jsonl import as_turn, make_prompt
 from sparse_rl.types import Prompt
 
-Keys = Literal["names", "codes"]
-FIRST_NAMES = """
-Adam Alice Amy Anna Beth Bob Carl Carol Clara Dan David Dora Emma Eric Eva Finn Frank Fred Grace Helen Henry Hugo Ian
-Iris Ivan Jack Jane Jill John Julia Kate Kevin Kim Laura Leo Liam Linda Lisa Lucy Luke Maria Mark Mary Max Mia Mike Nina
-Noah Nora Olga Oscar Paul Peter Quinn Robert Rosa Ruth Sam Sara Simon Sophia Tina Tom Uma Vera Will Zoe
+Keys = Literal["words", "codes"]
+THINGS = """
+anchor apple basket blanket bottle bridge camera candle castle cloud desert doctor dragon eagle engine feather flower
+forest garden hammer island jacket kitten ladder lemon magnet mirror needle ocean orange pencil pepper piano rabbit
+ribbon river saddle silver stone table ticket tiger turtle violin whistle window zebra bell coin door drum farm fish
+glass hat horse key lamp map moon nest pond ring rope ship shoe spoon star tree wheel
 """
-NAMES = FIRST_NAMES.split()
-PAIR, QUESTION = "The value of {key} is {value}.", "What is the value of {key}?"
+WORDS = THINGS.split()
+PAIR, QUESTION = "The value of the {key} is {value}.", "What is the value of the {key}? Answer in one sentence."
 NUMBER = re.compile(r"\d+")
 
 
@@ -40,14 +43,14 @@ class Lookup:
     """Key-value look-up.
 
     pairs: pairs in the list, at least 2; a pair takes about ten tokens
-    keys: "names" (at most 67 pairs) or "codes" of three letters
+    keys: "words" (at most 70 pairs) or "codes" of three letters
     digits: of a value, 1 to 6
     """
 
     name: ClassVar[str] = "lookup"
 
     pairs: int = 10
-    keys: Keys = "names"
+    keys: Keys = "words"
     digits: int = 2
 
     def __post_init__(self) -> None:
@@ -55,7 +58,7 @@ class Lookup:
             raise ValueError(f"task.keys is {self.keys!r}; choose one of {', '.join(get_args(Keys))}.")
         if not 1 <= self.digits <= 6:
             raise ValueError(f"task.digits is {self.digits}; it must lie between 1 and 6.")
-        most = min(len(self.values), len(NAMES) if self.keys == "names" else 1000)
+        most = min(len(self.values), len(WORDS) if self.keys == "words" else 1000)
         if not 2 <= self.pairs <= most:
             raise ValueError(
                 f"task.pairs is {self.pairs}; with keys {self.keys} and digits {self.digits} it must lie between 2 and "
@@ -72,7 +75,7 @@ class Lookup:
     def problem(self, name: str) -> tuple[str, str]:
         """The text and the answer that a name stands for."""
         draw = random.Random(name)
-        keys = draw.sample(NAMES, self.pairs) if self.keys == "names" else _codes(draw, self.pairs)
+        keys = draw.sample(WORDS, self.pairs) if self.keys == "words" else _codes(draw, self.pairs)
         values = draw.sample(self.values, self.pairs)
         asked = draw.randrange(self.pairs)
         lines = [PAIR.format(key=key, value=value) for key, value in zip(keys, values, strict=True)]
