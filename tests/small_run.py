@@ -9,10 +9,12 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import tempfile
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from sparse_rl.evaluate import EvalConfig
 from sparse_rl.kv import RKV
@@ -58,7 +60,7 @@ POINTS = {  # where a run can be killed: something it calls there
 }
 
 
-def small_trainer(folder, *, task=TASK, loaded=None, parts=None, observers=(), **config) -> Trainer:
+def small_trainer(folder, *, task=TASK, loaded=None, parts=None, observers=(), processes=None, **config) -> Trainer:
     settings = {"steps": 4, "prompts_per_step": 2, "save_every": 1, "log_completions": 1, "output_dir": str(folder)}
     defaults = {
         "kv": RKV(budget=12, interval=4, window=4),
@@ -74,8 +76,20 @@ def small_trainer(folder, *, task=TASK, loaded=None, parts=None, observers=(), *
         task,
         config=TrainerConfig(**(settings | config)),
         observers=observers,
+        processes=processes,
         **(defaults | (parts or {})),
     )
+
+
+def kept(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint's state by its name: masters.NAME, optimizer.NAME.exp_avg, ..."""
+    with tempfile.TemporaryDirectory() as folder:
+        dcp_to_torch_save(checkpoint / "state", f"{folder}/state.pt")
+        state = torch.load(f"{folder}/state.pt", weights_only=True)
+    flat = {f"masters.{name}": value for name, value in state["masters"].items()}
+    for name, values in state.get("optimizer", {}).items():
+        flat |= {f"optimizer.{name}.{key}": value for key, value in values.items()}
+    return flat
 
 
 def watch(point: str, replace=setattr, on_call=lambda count: None) -> list[int]:
@@ -107,12 +121,9 @@ def assert_same_run(got: Path, expected: Path, *, same_checkpoints: bool = True)
     assert ours == theirs if same_checkpoints else ours[-1] == theirs[-1]
     assert not list(got.glob("*.tmp"))
     last = checkpoint.checkpoints(expected)[-1].name
-    for name in ("model.safetensors", "masters.safetensors"):
-        ours, theirs = load_file(got / last / name), load_file(expected / last / name)
+    weights = [load_file(folder / last / "model.safetensors") for folder in (got, expected)]
+    for ours, theirs in (weights, [kept(folder / last) for folder in (got, expected)]):
         assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
-    ours, theirs = (torch.load(folder / last / "optimizer.pt", weights_only=True) for folder in (got, expected))
-    for key, state in theirs["state"].items():
-        assert all(torch.equal(state[name], ours["state"][key][name]) for name in state)
 
 
 def kill(count: int, at: int) -> None:

@@ -8,7 +8,6 @@ import shutil
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from small_run import small_trainer
 from test_train_cli import assert_one_sentence, run
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -17,6 +16,7 @@ from sparse_rl.evaluate import EvalConfig
 from sparse_rl.model.load import load
 from sparse_rl.model.lora import LoraConfig
 from sparse_rl.train import OptimizerConfig
+from sparse_rl.train.checkpoint import read_masters
 
 IDS = torch.randint(0, 16, (4, 24))
 
@@ -67,7 +67,7 @@ def test_a_full_checkpoint_is_exported_as_it_was_trained(full, tmp_path):
 def test_more_digits_are_taken_from_the_masters(full, tmp_path):
     checkpoint, _ = full
     plain = exported(checkpoint, tmp_path / "out", "--dtype", "float32")
-    masters = load_file(checkpoint / "masters.safetensors")
+    masters = read_masters(checkpoint)
     assert plain.dtype == torch.float32
     assert all(torch.equal(parameter, masters[name]) for name, parameter in plain.named_parameters())
     assert any(not torch.equal(value, value.bfloat16().float()) for value in masters.values())
@@ -76,7 +76,7 @@ def test_more_digits_are_taken_from_the_masters(full, tmp_path):
 def test_a_merged_adapter_is_the_adapted_model_up_to_rounding(adapter, tmp_path):
     """In fp32 from the masters, and in bf16 no further from it than the adapted bf16 module itself."""
     checkpoint, model = adapter
-    masters, exact = load_file(checkpoint / "masters.safetensors"), load("embedded").model
+    masters, exact = read_masters(checkpoint), load("embedded").model
     wide = exported(checkpoint, tmp_path / "wide", "--dtype", "float32")
     base = load("embedded", dtype=torch.bfloat16).model.state_dict()
     for name, weight in exact.state_dict().items():
@@ -98,8 +98,8 @@ def test_a_merged_adapter_is_the_adapted_model_up_to_rounding(adapter, tmp_path)
 def test_an_adapter_that_peft_wrote_is_merged_too(adapter, tmp_path):
     checkpoint, _ = adapter
     shutil.copytree(checkpoint, tmp_path / "peft")
-    for name in ("trainer_state.json", "masters.safetensors", "optimizer.pt"):
-        (tmp_path / "peft" / name).unlink()
+    (tmp_path / "peft" / "trainer_state.json").unlink()
+    shutil.rmtree(tmp_path / "peft" / "state")
     plain = exported(tmp_path / "peft", tmp_path / "out")
     assert plain.dtype == torch.float32  # the base's own
     assert torch.equal(logits(plain), logits(load(str(checkpoint)).model))

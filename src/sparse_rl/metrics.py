@@ -69,7 +69,8 @@ METRICS: dict[str, str] = {
     "train/tokens_per_s": "prompt and completion tokens over the time of the update (only if supervised)",
     "kv/saved_frac": "1 - entries held / entries a dense cache would hold, summed over decode steps",
     "kv/peak_frac": "mean peak of entries held, over what a dense cache would peak at",
-    "kv/peak_bytes": "most bytes of KV pages in use at once, with the query rings, page tables and state of the rows",
+    "kv/peak_bytes": "most bytes of KV pages in use at once, with the query rings, page tables and state of the rows; "
+    "the largest of several processes",
     "memory/rollout_peak_bytes": "most bytes torch had allocated on the GPU at once during the rollout",
     "memory/update_peak_bytes": "most bytes torch had allocated on the GPU at once during the updates",
     "rollout/tokens_per_s": "sampled tokens over the time of the rollout",
@@ -159,6 +160,16 @@ class RunLog:
         for file in self.files.values():
             with suppress(OSError):  # what a full disk did not take
                 file.close()
+
+
+class NoLog(RunLog):
+    """For a process that writes nothing, since another does."""
+
+    def __init__(self) -> None:
+        self.files = {}
+
+    def write(self, name: str, record: dict[str, Any]) -> None:
+        pass
 
 
 def _full(file: IO[bytes], error: OSError) -> OSError:

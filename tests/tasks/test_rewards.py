@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import small_run
 import torch
-from safetensors.torch import load_file
 from small_run import CHAIN, small_trainer
 
 from sparse_rl.metrics import TIMES, read_log
@@ -331,5 +330,5 @@ def test_nothing_is_lost_when_a_reward_fails(tmp_path):
     assert without_times(run) == without_times(whole)
     for name in ("completions.jsonl", "rejected.jsonl"):
         assert (run / name).read_bytes() == (whole / name).read_bytes()
-    ours, theirs = (load_file(folder / "checkpoint-3" / "masters.safetensors") for folder in (run, whole))
+    ours, theirs = (checkpoint.read_masters(folder / "checkpoint-3") for folder in (run, whole))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)

@@ -12,7 +12,7 @@ from shutil import which
 import pytest
 import torch
 from safetensors.torch import load_file
-from small_run import small_trainer
+from small_run import kept, small_trainer
 
 from sparse_rl.evaluate import EvalConfig
 from sparse_rl.kv import RKV
@@ -211,8 +211,9 @@ def test_a_stopped_run_resumes_bit_for_bit(whole, tmp_path):
     parts = {"loss": LossConfig(beta=0.1)}
     trained(tmp_path / "run", dtype=torch.bfloat16, parts=parts, steps=2, save_total_limit=None,
             resume_from_checkpoint=True)  # fmt: skip
-    for name in ("masters.safetensors", "adapter_model.safetensors"):
-        ours, theirs = (load_file(run / "checkpoint-2" / name) for run in (tmp_path / "run", folder))
+    last = [run / "checkpoint-2" for run in (tmp_path / "run", folder)]
+    adapters = [load_file(path / "adapter_model.safetensors") for path in last]
+    for ours, theirs in (adapters, [kept(path) for path in last]):
         assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
     lines = [
         [{k: v for k, v in line.items() if not k.startswith(TIMES)} for line in read_log(run / "metrics.jsonl")]
@@ -238,7 +239,7 @@ def test_a_checkpoint_holds_the_adapters_alone_and_peft_reads_it(whole):
     names = {path.name for path in last.iterdir()}
     assert {"adapter_model.safetensors", "adapter_config.json", "tokenizer.json"} <= names
     assert not names & {"model.safetensors", "config.json"}
-    adapters, masters = load_file(last / "adapter_model.safetensors"), load_file(last / "masters.safetensors")
+    adapters, masters = load_file(last / "adapter_model.safetensors"), checkpoint.read_masters(last)
     assert len(adapters) == len(masters) == 56 and all(".lora_" in name for name in [*adapters, *masters])
     base = load("embedded", dtype=torch.bfloat16).model
     with torch.no_grad():

@@ -14,8 +14,7 @@ import pytest
 import small_run
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
-from small_run import assert_same_run, small_trainer, without_times
+from small_run import assert_same_run, kept, small_trainer, without_times
 
 from sparse_rl.evaluate import EvalConfig
 from sparse_rl.metrics import read_log
@@ -97,7 +96,7 @@ def test_there_must_be_a_run_to_resume(tmp_path):
     assert not (tmp_path / "nothing").exists()
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "masters.safetensors", "optimizer.pt", "config.json"])
+@pytest.mark.parametrize("name", ["model.safetensors", "state/__0_0.distcp", "state/.metadata", "config.json"])
 @pytest.mark.parametrize("damage", ["truncate", "change", "delete"])
 def test_a_damaged_checkpoint_is_refused(whole, tmp_path, name, damage):
     run = tmp_path / "run"
@@ -169,9 +168,10 @@ def test_a_checkpoint_of_another_model_is_refused(whole, tmp_path):
 @pytest.mark.parametrize(
     ("writer", "error"),
     [
-        ("save_file", SafetensorError("I/O error: No space left on device (os error 28)")),
-        ("_to_disk", OSError(28, "No space left on device")),
+        ("sparse_rl.train.checkpoint._files", SafetensorError("I/O error: No space left on device (os error 28)")),
+        ("sparse_rl.train.checkpoint._to_disk", OSError(28, "No space left on device")),
         ("torch.save", RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos\nframe #0")),
+        ("torch.distributed.checkpoint.filesystem._write_item", OSError(28, "No space left on device")),
     ],
 )
 def test_a_full_disk_keeps_the_last_checkpoint(whole, tmp_path, monkeypatch, writer, error):
@@ -182,7 +182,7 @@ def test_a_full_disk_keeps_the_last_checkpoint(whole, tmp_path, monkeypatch, wri
     def full(*_, **__):
         raise error
 
-    monkeypatch.setattr(f"{checkpoint.__name__}.{writer}", full)
+    monkeypatch.setattr(writer, full)
     with pytest.raises(OSError, match=r"checkpoint-5 could not be written \(.*; make room on the disk, then resume"):
         small_trainer(run, resume_from_checkpoint=True, steps=5).train()
     assert [path.name for path in checkpoint.checkpoints(run)] == before
@@ -194,8 +194,9 @@ def test_a_full_disk_keeps_the_last_checkpoint(whole, tmp_path, monkeypatch, wri
 
 def test_a_checkpoint_loads_as_a_hugging_face_model(whole):
     last = checkpoint.checkpoints(whole)[-1]
-    weights, masters = load(str(last)).model.state_dict(), load_file(last / "masters.safetensors")
-    assert all(torch.equal(weights[name], masters[name]) for name in masters)
+    weights, state = load(str(last)).model.state_dict(), kept(last)
+    masters = {name.removeprefix("masters."): value for name, value in state.items() if name.startswith("masters.")}
+    assert masters and all(torch.equal(weights[name], masters[name]) for name in masters)
 
 
 def test_a_bf16_run_with_a_reference_and_several_passes_resumes_from_its_fp32_masters(tmp_path):
@@ -211,7 +212,7 @@ def test_a_bf16_run_with_a_reference_and_several_passes_resumes_from_its_fp32_ma
     for later in checkpoint.checkpoints(tmp_path / "parts")[1:]:
         shutil.rmtree(later)
     trainer("parts", resume_from_checkpoint=True).train()
-    first, second = (load_file(tmp_path / name / "checkpoint-3" / "masters.safetensors") for name in ("whole", "parts"))
+    first, second = (kept(tmp_path / name / "checkpoint-3") for name in ("whole", "parts"))
     assert all(torch.equal(first[key], second[key]) for key in first)
     assert any(not torch.equal(value, value.bfloat16().float()) for value in first.values())
     assert without_times(tmp_path / "whole" / "metrics.jsonl") == without_times(tmp_path / "parts" / "metrics.jsonl")

@@ -62,5 +62,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def fail(message: str, code: int = 2) -> None:
-    print(f"sparse-rl: error: {message}", file=sys.stderr)
+    rank = os.environ.get("RANK", "0")  # torchrun's
+    who = "" if rank == "0" else f"process {rank}: "
+    print(f"sparse-rl: error: {who}{message}", file=sys.stderr)
     sys.exit(code)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from dataclasses import asdict, fields
 from itertools import pairwise
@@ -16,6 +17,8 @@ from sparse_rl.cli.trl_names import NAMES, translate, translate_keys
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser, Namespace
 
+    from sparse_rl.train.processes import Processes
+
 DESCRIPTION = """Train a model with reinforcement learning; rollouts run on a sparse KV cache.
 
 Without --config and --model, a small embedded model learns an embedded task (the recipe default.yaml). Recipes that
@@ -27,6 +30,7 @@ too (--num_generations, --learning_rate, ...).
   sparse-rl train --trainer.output_dir runs/first --trainer.resume_from_checkpoint true
   sparse-rl train --lora.r 16 --optimizer.learning_rate 1e-5 --trainer.output_dir runs/adapters
   sparse-rl train --kv.policy snapkv --kv.budget 64 --correction.preset tis --dry-run
+  torchrun --nproc-per-node 8 -m sparse_rl train --config qwen2.5-1.5b.yaml ...   (weights sharded over 8 GPUs)
 """
 
 TRAINER_SETS = ("seed", "top_logprobs")  # of the sampling settings
@@ -65,24 +69,39 @@ def read(arguments: list[str], parser: ArgumentParser) -> tuple[Namespace, Any, 
 
 
 def run(arguments: list[str]) -> None:
-    settings, task, parts = read(arguments, _parser())
-    from sparse_rl.cli.plan import plan_comments, warn_of_memory
+    from sparse_rl.train.processes import joined
 
-    if settings.dry_run:
-        print(to_yaml(_resolved(settings, task, parts)), end="")
-        print("\n".join(plan_comments(settings, parts)))
-        return
+    with joined() as processes:
+        if not processes.first:
+            sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - as long as the process
+        settings, task, parts = processes.together(lambda: read(arguments, _parser()))
+        if settings.dry_run:
+            from sparse_rl.cli.plan import plan_comments
+
+            print(to_yaml(_resolved(settings, task, parts)), end="")
+            print("\n".join(plan_comments(settings, parts)))
+        else:
+            _train(settings, task, parts, processes)
+
+
+def _train(settings: Namespace, task: Any, parts: dict[str, Any], processes: Processes) -> None:
+    from sparse_rl.cli.plan import warn_of_memory
     from sparse_rl.model.load import load
     from sparse_rl.report.live import Live
     from sparse_rl.train import Trainer
     from sparse_rl.train.folder import check_folder
 
-    logging.basicConfig(format="sparse-rl: %(levelname)s: %(message)s", level=logging.WARNING, stream=sys.stderr)
-    check_folder(parts["config"])
+    level = logging.WARNING if processes.first else logging.ERROR
+    logging.basicConfig(format="sparse-rl: %(levelname)s: %(message)s", level=level, stream=sys.stderr)
+    processes.by_first(lambda: check_folder(parts["config"]))
     quiet_bars()
-    warn_of_memory(settings, parts)
-    loaded = load(settings.model, dtype=model_dtype(settings.dtype), device=settings.device)
-    Trainer(loaded, task.build(loaded.tokenizer), observers=(Live(),), **parts).train()
+    if not processes.grouped:  # the plan is that of one process
+        warn_of_memory(settings, parts)
+    dtype = model_dtype(settings.dtype)
+    loaded = processes.together(lambda: load(settings.model, dtype=dtype, device=processes.device(settings.device)))
+    built = processes.together(lambda: task.build(loaded.tokenizer))
+    trainer = processes.together(lambda: Trainer(loaded, built, observers=(Live(),), processes=processes, **parts))
+    trainer.train()
 
 
 def _parser(command: str = "train", description: str = DESCRIPTION) -> ArgumentParser:

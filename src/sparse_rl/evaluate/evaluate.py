@@ -11,7 +11,7 @@ import torch
 
 from sparse_rl.rollout import Engine, Progress, Sampling
 from sparse_rl.tasks import Rewards
-from sparse_rl.types import Prompt, kv_saved_frac
+from sparse_rl.types import Prompt, Rollout, kv_saved_frac
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,8 +65,12 @@ def evaluate(
 ) -> dict[str, float]:
     """reward, its standard error over prompts, length, truncation and KV saved."""
     rollouts = engine.generate(prompts, sampling, on_step=on_step)
-    graded = rewards.grade(rollouts, engine.loaded.tokenizer).rewards.view(len(prompts), sampling.n)
-    means = graded.nanmean(dim=1)
+    return summary(rollouts, rewards.grade(rollouts, engine.loaded.tokenizer).rewards, sampling.n)
+
+
+def summary(rollouts: list[Rollout], rewards_R: torch.Tensor, n: int) -> dict[str, float]:
+    """What `evaluate` returns, of rollouts that are graded, `n` a prompt."""
+    means = rewards_R.view(-1, n).nanmean(dim=1)
     means = means[~means.isnan()]
     spread = float(means.std()) if len(means) > 1 else math.nan
     lengths = torch.tensor([len(rollout.token_ids) for rollout in rollouts], dtype=torch.float64)

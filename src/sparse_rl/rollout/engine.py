@@ -99,6 +99,7 @@ class Engine:
         prompts: SequenceOf[Prompt | str | SequenceOf[int]],
         sampling: Sampling | None = None,
         *,
+        first: int = 0,
         record_kept: bool = False,
         on_step: Callable[[Progress], None] | None = None,
         on_rollout: Callable[[Rollout], None] | None = None,
@@ -106,22 +107,23 @@ class Engine:
         """`sampling.n` rollouts of each prompt, in the order of the prompts; `on_rollout` gets each as it ends.
 
         A rollout depends on the prompt, the weights, the settings, the seed and its place in the list; on the other
-        requests, the rows and the pool it depends through rounding alone.
+        requests, the rows and the pool it depends through rounding alone. `first` is the place of the first prompt, if
+        these are a part of a longer list.
         """
         sampling = sampling or Sampling()
         if isinstance(prompts, str):
             raise ValueError("prompts is one string; give a list of prompts.")
         inputs = [self._prompt(prompt, i) for i, prompt in enumerate(prompts)]
-        self._check(inputs, sampling)
+        self._check(inputs, sampling, first)
         sequences = [
             Sequence(
-                request=i * sampling.n + sample,
+                request=(first + i) * sampling.n + sample,
                 prompt_idx=i,
                 prompt_len=len(prompt.ids),
                 max_tokens=min(
                     sampling.max_tokens, prompt.max_tokens or sampling.max_tokens, self.context - len(prompt.ids)
                 ),
-                key=request_key(sampling.seed, i * sampling.n + sample),
+                key=request_key(sampling.seed, (first + i) * sampling.n + sample),
             )
             for i, prompt in enumerate(inputs)
             for sample in range(sampling.n)
@@ -235,11 +237,12 @@ class Engine:
             raise ValueError(f"prompt {index} has max_tokens {prompt.max_tokens}; it must be at least 1.")
         return prompt
 
-    def _check(self, prompts: list[Prompt], sampling: Sampling) -> None:
+    def _check(self, prompts: list[Prompt], sampling: Sampling, first: int) -> None:
         vocabulary = self.loaded.vocab_size
-        if len(prompts) * sampling.n > MAX_REQUESTS:
+        if (first + len(prompts)) * sampling.n > MAX_REQUESTS:
             raise ValueError(
-                f"{len(prompts)} prompts with sampling.n {sampling.n} are over {MAX_REQUESTS} samples; ask for fewer."
+                f"{first + len(prompts)} prompts with sampling.n {sampling.n} are over {MAX_REQUESTS} samples; ask for "
+                "fewer."
             )
         for i, prompt in enumerate(prompts):
             if len(prompt.ids) >= self.context:

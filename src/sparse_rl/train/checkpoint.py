@@ -3,8 +3,8 @@
 
     config.json, model.safetensors, tokenizer ...   loads with from_pretrained; under LoRA, instead of the model,
                                                     adapter_config.json and adapter_model.safetensors, as peft's
-    masters.safetensors                             fp32 weights
-    optimizer.pt                                    the optimiser's state
+    state/                                          fp32 weights and the optimiser's state by parameter, as shards that
+                                                    any number of processes can read (torch.distributed.checkpoint)
     trainer_state.json                              step, settings, best evaluation, sizes of the run's logs, and
                                                     the hash of every file of the checkpoint
 
@@ -24,41 +24,52 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 
 from sparse_rl.model.load import LoadedModel
 from sparse_rl.model.lora import save_model
 from sparse_rl.train.learner import Learner
+from sparse_rl.train.processes import is_lost
+from sparse_rl.train.shard_files import read_shards, whole_masters, write_shards
 
-STATE = "trainer_state.json"
+STATE, SHARDS = "trainer_state.json", "state"
 
 
 def save(folder: Path, loaded: LoadedModel, learner: Learner, state: dict[str, Any]) -> None:
-    """Write a checkpoint; a crash at any moment leaves either nothing or all of it."""
-    temporary = folder.with_name(folder.name + ".tmp")
-    remove(temporary)
-    try:
+    """Write a checkpoint; a crash at any moment leaves either nothing or all of it. All processes call it."""
+    temporary, processes = folder.with_name(folder.name + ".tmp"), learner.processes
+
+    def begin() -> None:
+        remove(temporary)
         temporary.mkdir(parents=True)
+
+    def finish() -> None:
         save_model(loaded.model, temporary)
         loaded.tokenizer.save_pretrained(temporary)
-        save_file(learner.masters.state_dict(), temporary / "masters.safetensors")
-        torch.save(learner.optimizer.state_dict(), temporary / "optimizer.pt")
         files = {str(path.relative_to(temporary)): _digest(path) for path in _files(temporary)}
         record = state | {"num_updates": learner.num_updates, "files": files}
         (temporary / STATE).write_text(json.dumps(record, indent=1) + "\n")
         publish(temporary, folder)
+
+    try:
+        processes.by_first(begin)
+        processes.together(lambda: write_shards(temporary / SHARDS, learner))
+        processes.by_first(finish)
     except (OSError, RuntimeError, SafetensorError) as error:  # each library has its own word for a full disk
-        remove(temporary)
+        if processes.first:
+            remove(temporary)
+        if is_lost(error):
+            raise
         first_line = str(error).strip().splitlines()[0]
         raise OSError(f"{folder} could not be written ({first_line}); make room on the disk, then resume.") from error
     except BaseException:
-        remove(temporary)
+        if processes.first:
+            remove(temporary)
         raise
 
 
 def publish(temporary: Path, folder: Path) -> None:
     """Bring a folder to disk, then give it its name."""
-    for path in [*_files(temporary), temporary]:
+    for path in [*_files(temporary), *_folders(temporary)]:
         _to_disk(path)
     remove(folder)
     temporary.rename(folder)
@@ -85,27 +96,18 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 def restore(folder: Path, learner: Learner, num_updates: int) -> None:
     """Put the weights and the optimiser state of a checkpoint that `read_state` found whole into the learner."""
-    masters = read_masters(folder)
-    ours = learner.masters.state_dict()
-    wrong = sorted(ours.keys() ^ masters.keys())
-    wrong += [name for name in ours if name in masters and ours[name].shape != masters[name].shape]
+    wrong = read_shards(folder / SHARDS, learner)
     if wrong:
         raise ValueError(
             f"checkpoint {folder} is of another model ({wrong[0]} differs); give the model it was trained from, and "
             "its lora settings."
         )
-    learner.masters.load_state_dict(masters)
-    saved = torch.load(folder / "optimizer.pt", weights_only=True, map_location="cpu")
-    settings = [{k: v for k, v in group.items() if k != "params"} for group in learner.optimizer.param_groups]
-    for group, own in zip(saved["param_groups"], settings, strict=True):
-        group.update(own)  # the run's settings, not the checkpoint's; they also decide where its state goes
-    learner.optimizer.load_state_dict(saved)
     learner.num_updates = num_updates
 
 
 def read_masters(folder: Path) -> dict[str, torch.Tensor]:
     """The fp32 weights of a checkpoint, by the module's names."""
-    return load_file(folder / "masters.safetensors")
+    return whole_masters(folder / SHARDS)
 
 
 def checkpoints(run: Path) -> list[Path]:
@@ -148,6 +150,10 @@ def _digest(path: Path) -> str:
 
 def _files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def _folders(folder: Path) -> list[Path]:
+    return [*sorted(path for path in folder.rglob("*") if path.is_dir()), folder]
 
 
 def _to_disk(path: Path) -> None:

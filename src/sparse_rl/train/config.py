@@ -6,10 +6,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
+from transformers import PreTrainedModel
+
 from sparse_rl.kv import Full, KVPolicy
 from sparse_rl.objective.advantage import Estimator
 from sparse_rl.objective.correction import check_choices
 from sparse_rl.rollout import Sampling
+from sparse_rl.tasks import Task
 from sparse_rl.train.update import UpdateConfig
 
 BEST = ("eval/dense/reward", "eval/sparse/reward")
@@ -112,3 +116,20 @@ def check_settings(sampling: Sampling, update: UpdateConfig, kv: KVPolicy, confi
         )
     if isinstance(kv, Full) and config.best_metric != BEST[0]:
         raise ValueError(f"trainer.best_metric is {config.best_metric!r}, but kv.policy full has no sparse cache.")
+
+
+def check_model(model: PreTrainedModel) -> None:
+    """The learner's log-probs must be the sampler's."""
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Dropout) and module.p > 0:
+            raise ValueError(f"the model has dropout {module.p} in {name}; set it to 0 in its config.")
+
+
+def check_prompts(task: Task, context: int) -> None:
+    """A prompt that leaves no room for an answer is better known now than at some step."""
+    for prompt in [*getattr(task, "train", []), *getattr(task, "eval", [])]:
+        if len(prompt.ids) >= context:
+            raise ValueError(
+                f"the prompt that begins {prompt.text[:60]!r} has {len(prompt.ids)} tokens, and the model's "
+                f"context is {context}; remove it."
+            )

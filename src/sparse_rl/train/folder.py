@@ -22,9 +22,11 @@ import sparse_rl
 from sparse_rl.metrics import RunLog, read_log
 from sparse_rl.model.load import LoadedModel
 from sparse_rl.train import checkpoint
-from sparse_rl.train.config import RunConfig
+from sparse_rl.train.config import RunConfig, TrainerConfig
 
 logger = logging.getLogger(__name__)
+
+PROGRAMS = ("sparse-rl", "sparse_rl/__main__.py")
 
 
 def check_folder(config: RunConfig, section: str = "task") -> None:
@@ -67,7 +69,28 @@ def chosen_checkpoint(config: RunConfig) -> Path | None:
     return Path(given)
 
 
-def start_record(run: Path, settings: dict[str, Any], loaded: LoadedModel) -> None:
+def chosen_state(config: TrainerConfig, optimizer_kind: str) -> tuple[Path | None, dict[str, Any]]:
+    """The checkpoint to resume from and what it says, if there is one that this run can go on from."""
+    run, folder = Path(config.output_dir), chosen_checkpoint(config)
+    if folder is None:
+        return None, {"logs": {}}
+    state = checkpoint.read_state(folder)
+    if state["step"] > config.steps:
+        raise ValueError(
+            f"trainer.steps is {config.steps}, but {folder.name} is beyond it; raise trainer.steps, or resume "
+            "from an earlier checkpoint."
+        )
+    kind = state["settings"]["optimizer"].get("kind", "adamw")
+    if kind != optimizer_kind:
+        raise ValueError(
+            f"optimizer.kind is {optimizer_kind!r}, but {folder.name} was written with {kind!r}, whose "
+            "state the other cannot read; resume with that."
+        )
+    RunLog.check(run, state["logs"])
+    return folder, state
+
+
+def start_record(run: Path, settings: dict[str, Any], loaded: LoadedModel, num_processes: int = 1) -> None:
     """run.json: the settings and the machine of the last start, and when the run was first started."""
     path = run / "run.json"
     started = _recorded(run).get("started")
@@ -75,8 +98,9 @@ def start_record(run: Path, settings: dict[str, Any], loaded: LoadedModel) -> No
         logger.warning("%s was damaged; it is written anew.", path)
     device = loaded.model.device
     hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()} CPU"
+    several = f", {num_processes} processes" if num_processes > 1 else ""
     record = {
-        "command": " ".join(["sparse-rl", *sys.argv[1:]]) if sys.argv[0].endswith("sparse-rl") else " ".join(sys.argv),
+        "command": " ".join(["sparse-rl", *sys.argv[1:]]) if sys.argv[0].endswith(PROGRAMS) else " ".join(sys.argv),
         "config": settings,
         "versions": {
             "sparse_rl": sparse_rl.__version__,
@@ -85,7 +109,7 @@ def start_record(run: Path, settings: dict[str, Any], loaded: LoadedModel) -> No
             "transformers": transformers.__version__,
             "python": platform.python_version(),
         },
-        "hardware": f"{hardware}, {torch.get_num_threads()} threads",
+        "hardware": f"{hardware}, {torch.get_num_threads()} threads" + several,
         "parameters": sum(parameter.numel() for parameter in loaded.model.parameters()),
         "trainable_parameters": sum(p.numel() for p in loaded.model.parameters() if p.requires_grad),
         "started": started or datetime.now(UTC).isoformat(timespec="seconds"),

@@ -65,7 +65,8 @@ class Stopped(SystemExit):
 class Guards:
     """The guards of one run, and what they have to remember."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, first: bool = True) -> None:
+        self.first = first  # of the run's processes: the one that writes and speaks
         self.halved: dict[str, int] = {}  # by stage, how often; kept in checkpoints
         self.unheard: dict[signal.Signals, Any] = {}  # handlers to give back
         self.stop: signal.Signals | None = None
@@ -88,8 +89,9 @@ class Guards:
         """The first asks to stop, a second ends the process."""
         if self.stop is None:
             self.stop, self.stop_s = signal.Signals(number), time.monotonic()
+            said = f"sparse-rl: {self.stop.name}: stopping; a second signal ends the run at once.\n"
             with suppress(OSError):  # nobody may be listening
-                os.write(2, f"sparse-rl: {self.stop.name}: stopping; a second signal ends the run at once.\n".encode())
+                os.write(2, said.encode() if self.first else b"")
         elif time.monotonic() - self.stop_s > FORWARDED_S:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
@@ -148,7 +150,7 @@ class Guards:
         """Save the batches of a step's updates that were not finite, and say so the first time."""
         for i in range(num_updates):
             self.streak = self.streak + 1 if any(item.update == i for item in bad) else 0
-        for item in bad:
+        for item in bad if self.first else ():
             path = run / "bad_batches" / f"step-{step}-update-{item.update + 1}.pt"
             others = [found for found in path.parent.glob("*.pt") if found != path]
             if len(others) >= MAX_BAD_BATCHES:

@@ -10,11 +10,13 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from sparse_rl.objective.correction import check_choices
 from sparse_rl.score.head import Head
 from sparse_rl.train.master import MasterWeights
 from sparse_rl.train.offload import HostMasters
+from sparse_rl.train.processes import Processes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,10 +94,11 @@ class Learner:
         *,
         ref_head: Head | None = None,
         rate: Callable[[int], float] | None = None,
+        processes: Processes | None = None,
     ) -> None:
         self.head, self.ref_head = head, ref_head
         self.optimizer, self.masters = optimizer, masters
-        self.rate = rate
+        self.rate, self.processes = rate, processes or Processes()
         self.num_updates = 0
 
     @property
@@ -106,13 +109,14 @@ class Learner:
         """Clip, step, publish; the schedule goes on even where nothing moves."""
         if self.rate is not None:
             for group in self.optimizer.param_groups:
-                _set_rate(group, self.rate(self.num_updates))
+                set_rate(group, self.rate(self.num_updates))
         self.num_updates += 1
         metrics = {"learning_rate": float(self.optimizer.param_groups[0]["lr"])}
         if skip:
             self.masters.zero_grad()
             return metrics | {"grad_norm": 0.0, "correction/skipped_updates": 1.0}
-        norm = float(torch.nn.utils.clip_grad_norm_(self.masters.holders, max_grad_norm))
+        total = torch.nn.utils.clip_grad_norm_(self.masters.holders, max_grad_norm)
+        norm = float(total.full_tensor() if isinstance(total, DTensor) else total)
         finite = math.isfinite(norm)
         if finite:
             self.masters.step(self.optimizer)
@@ -120,7 +124,7 @@ class Learner:
         return metrics | {"grad_norm": norm, "correction/skipped_updates": float(not finite)}
 
 
-def _set_rate(group: dict[str, Any], rate: float) -> None:
+def set_rate(group: dict[str, Any], rate: float) -> None:
     if isinstance(group["lr"], torch.Tensor):  # torchao's compiled step reads it
         group["lr"].fill_(rate)
     else:

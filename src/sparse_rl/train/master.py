@@ -23,6 +23,10 @@ class MasterWeights:
         if not self.parameters:
             raise ValueError("the model has no parameter that requires a gradient; there is nothing to train.")
         self.holders = [self.holder_of(p, master) for p, master in zip(self.parameters, self.masters, strict=True)]
+        self.collect(module)
+
+    def collect(self, module: nn.Module) -> None:
+        """Let each parameter's gradient move to its holder as soon as it is there."""
         for hook in getattr(module, HOOKS, []):  # of masters that were here before
             hook.remove()
         for parameter, holder in zip(self.parameters, self.holders, strict=True):
@@ -58,6 +62,9 @@ class MasterWeights:
         for parameter, master in zip(self.parameters, self.masters, strict=True):
             if master is not parameter:
                 parameter.copy_(master)
+
+    def to_sampler(self) -> None:
+        """Bring the sampler's module up to date; here it is the learner's own."""
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """All masters by the module's names."""

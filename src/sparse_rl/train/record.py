@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from sparse_rl.kv import EvictPolicy, KVPolicy
 from sparse_rl.metrics import HIGH_REJECTION
-from sparse_rl.rollout import Engine
+from sparse_rl.rollout.engine import EngineStats
 from sparse_rl.tasks import Graded
 from sparse_rl.train.update import Updated
 from sparse_rl.types import Rollout, kv_saved_frac
@@ -48,13 +48,11 @@ def rollout_metrics(rollouts: list[Rollout], graded: Graded, groups: list[int]) 
     }
 
 
-def engine_metrics(rollouts: list[Rollout], engine: Engine, seconds: float) -> dict[str, float]:
+def engine_metrics(rollouts: list[Rollout], stats: EngineStats, rows: int, seconds: float) -> dict[str, float]:
     """How the engine sampled them."""
-    stats = engine.stats
-    assert stats is not None
     return {
         "rollout/tokens_per_s": sum(len(rollout.token_ids) for rollout in rollouts) / seconds,
-        "rollout/rows": engine.config.rows,
+        "rollout/rows": rows,
         "rollout/preemptions": stats.num_preemptions,
         "kv/peak_bytes": stats.peak_bytes,
         "time/capture_s": stats.capture_s,

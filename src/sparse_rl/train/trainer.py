@@ -15,34 +15,37 @@ import math
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
-from sparse_rl.evaluate import EvalConfig, evaluate
+from sparse_rl.evaluate import EvalConfig, summary
 from sparse_rl.kv import Full, KVPolicy
-from sparse_rl.metrics import RunLog, Timer
+from sparse_rl.metrics import NoLog, RunLog, Timer
 from sparse_rl.model.load import LoadedModel
 from sparse_rl.model.lora import LoraConfig, add_adapters
 from sparse_rl.objective.advantage import advantages
 from sparse_rl.objective.correction import PRESETS, Correction, preset_name
 from sparse_rl.objective.loss import LossConfig
 from sparse_rl.objective.mismatch import overlap_ids
-from sparse_rl.rollout import EngineConfig, Sampling
+from sparse_rl.rollout import Engine, EngineConfig, Sampling
 from sparse_rl.score.base_head import BaseHead
 from sparse_rl.score.head import Head
 from sparse_rl.tasks import Graded, Task
 from sparse_rl.train import checkpoint
 from sparse_rl.train.callbacks import Callbacks
-from sparse_rl.train.config import TrainerConfig, check_settings
-from sparse_rl.train.folder import check_folder, chosen_checkpoint, differences, lock, start_record, task_settings
+from sparse_rl.train.config import TrainerConfig, check_model, check_prompts, check_settings
+from sparse_rl.train.folder import check_folder, chosen_state, differences, lock, start_record, task_settings
 from sparse_rl.train.guards import POOL, GuardedEngine, Guards
 from sparse_rl.train.learner import Learner, OptimizerConfig
 from sparse_rl.train.observer import Observer
 from sparse_rl.train.peaks import MemoryPeaks
+from sparse_rl.train.processes import Processes, watched
 from sparse_rl.train.record import completion_records, engine_metrics, rejected_records, rollout_metrics, warn
+from sparse_rl.train.shard import ShardedWeights, check_sharded
+from sparse_rl.train.shares import generate, grade, rollout_stats
 from sparse_rl.train.update import UpdateConfig, Updated, update
-from sparse_rl.types import Rollout
+from sparse_rl.types import Prompt, Rollout
 
 logger = logging.getLogger(__name__)
 
@@ -71,10 +74,14 @@ class Trainer:
         eval: EvalConfig | None = None,
         lora: LoraConfig | None = None,
         observers: tuple[Observer, ...] = (),
+        processes: Processes | None = None,
     ) -> None:
         self.loaded, self.task = loaded, task
         self.config = config or TrainerConfig()
-        self.observers = (*observers, Callbacks(self.config.report_to)) if self.config.report_to else observers
+        self.processes = processes or Processes()
+        self.observers = observers if self.processes.first else ()
+        if self.processes.first and self.config.report_to:
+            self.observers = (*observers, Callbacks(self.config.report_to))
         self.kv = kv or Full()
         self.engine_config = engine or EngineConfig()
         self.correction = correction or PRESETS["sparse_rl"]
@@ -85,23 +92,27 @@ class Trainer:
             sampling or Sampling(n=8), top_logprobs=overlap_ids(loaded.vocab_size), seed=self.config.seed
         )
         check_settings(self.sampling, self.update_config, self.kv, self.config)
-        self._check_model()
+        check_model(loaded.model)
         if self.lora_config.r:
             add_adapters(loaded.model, self.lora_config, self.config.seed)
-        masters = self.optimizer_config.masters(loaded.model)
+        if self.processes.grouped:
+            check_sharded(self.optimizer_config)
+        sharded = ShardedWeights(loaded.model, self.processes) if self.processes.grouped else None
+        masters = sharded or self.optimizer_config.masters(loaded.model)
         total = self.config.steps * self.update_config.num_updates
         self.learner = Learner(
-            Head(loaded.model),
+            sharded.head if sharded is not None else Head(loaded.model),
             self.optimizer_config.build(masters),
             masters,
             ref_head=self._reference() if self.loss_config.beta > 0 else None,
             rate=lambda update: self.optimizer_config.rate(update, total),
+            processes=self.processes,
         )
-        self.guards = Guards()
+        self.guards = Guards(first=self.processes.first)
         self.engine = GuardedEngine(loaded, self.kv, self.engine_config, self.guards, "rollout")
         self.guards.give_pool = self.engine.release
         self.eval_engines: dict[str, GuardedEngine] = {}  # kept for their graphs
-        self._check_prompts()
+        check_prompts(task, self.engine.context)
         self.step, self.num_tokens = 0, 0
         self.pending: dict[str, float] | None = {}  # of the newest step, if it was learnt but not evaluated and logged
         self.unsaved: dict[str, Any] | None = None  # where the run stands, if no checkpoint says it
@@ -110,6 +121,7 @@ class Trainer:
         self.peaks = MemoryPeaks(loaded.model.device)
         self.warned: set[str] = set()
 
+    @watched
     def train(self) -> None:
         """Run to the last step, from the start or from where `resume_from_checkpoint` says.
 
@@ -126,9 +138,10 @@ class Trainer:
                 self.guards.check_together(self.learner.device)
                 began = time.perf_counter()
                 rollouts = self._roll_out()
-                speed = engine_metrics(rollouts, self.engine, self.timer.seconds["time/rollout_s"])
+                stats, rows = rollout_stats(self.engine, self.processes), self.engine.config.rows
+                speed = engine_metrics(rollouts, stats, rows, self.timer.seconds["time/rollout_s"])
                 with self.timer("reward"):
-                    graded = self.task.rewards.grade(rollouts, self.loaded.tokenizer)
+                    graded = self._grade(rollouts, self.sampling.n)
                 advantages_R = self._advantages(rollouts, graded)
                 with self.timer("update"), self.peaks("update"):
                     updated = self._learn(rollouts, advantages_R)
@@ -149,8 +162,7 @@ class Trainer:
             raise
         finally:
             self.guards.stop_listening()
-            self.log.close()
-            self.lock.close()
+            self._close()
             for observer in self.observers:
                 observer.on_end()
 
@@ -158,7 +170,7 @@ class Trainer:
         start = self.step * self.config.prompts_per_step
         prompts = self.task.stream(start, self.config.prompts_per_step, self.config.seed)
         with self.timer("rollout"), self.peaks("rollout"):
-            rollouts = self.engine.generate(prompts, self._sampling_of(self.step), on_step=self._progress("rollout"))
+            rollouts = self._generate(self.engine, prompts, self._sampling_of(self.step), "rollout")
         self.num_tokens += sum(len(rollout.prompt.ids) + len(rollout.token_ids) for rollout in rollouts)
         if not self.engine.bounded or POOL in self.guards.halved:
             self.engine.release()  # the update needs the memory
@@ -171,10 +183,10 @@ class Trainer:
             prompts = [rollout.prompt for rollout in rollouts if rollout.sample == 0]
             once = replace(self._sampling_of(self.step), n=1, temperature=0.0, top_logprobs=0)
             with self.timer("baseline"):
-                baseline = self.engine.generate(prompts, once, on_step=self._progress("baseline"))
+                baseline = self._generate(self.engine, prompts, once, "baseline")
             if not self.engine.bounded or POOL in self.guards.halved:
                 self.engine.release()
-            greedy = self.task.rewards.grade(baseline, self.loaded.tokenizer).rewards
+            greedy = self._grade(baseline, 1).rewards
         groups, known = torch.tensor(self._groups(rollouts)), ~graded.rewards.isnan()
         if greedy is not None:
             known &= ~greedy.isnan()[groups]
@@ -210,13 +222,13 @@ class Trainer:
         self.log.write("metrics.jsonl", metrics)
         for observer in self.observers:
             observer.on_log(metrics)
-        best = self.step > 0 and self._is_best(metrics)
+        best = self.step > 0 and self.processes.by_first(lambda: self._is_best(metrics))
         due = self.config.save_every and self.step % self.config.save_every == 0
         self._remember(None)
         if self.step and (best or last or due):
             with self.timer("save"):
                 self._save()
-                checkpoint.prune(Path(self.config.output_dir), self.config.save_total_limit, self.best["checkpoint"])
+                self.processes.by_first(self._prune)
 
     def _is_best(self, metrics: dict[str, Any]) -> bool:
         """Whether this step was evaluated, and better than every one before; it is then remembered as the best."""
@@ -246,7 +258,8 @@ class Trainer:
                 engine = self.eval_engines.setdefault(
                     cache, GuardedEngine(self.loaded, policy, self.engine_config, self.guards, stage)
                 )
-                result = evaluate(engine, prompts, sampling, self.task.rewards, self._progress(stage))
+                rollouts = self._generate(engine, prompts, sampling, stage)
+                result = summary(rollouts, self._grade(rollouts, sampling.n).rewards, sampling.n)
                 engine.release()
                 metrics |= {f"eval/{cache}/{name}": value for name, value in result.items()}
         return metrics
@@ -287,41 +300,45 @@ class Trainer:
 
     def _open(self) -> None:
         """Start the run folder, or take up the run in it. Nothing is changed before all of it is known to be well."""
+        self.lock: IO[str] | None = None
+        self.log: RunLog = NoLog()
+        try:
+            chosen, state = self.processes.by_first(self._choose)
+            if chosen is not None:
+                self._resume(chosen, state)
+            self.processes.together(lambda: self._start(state["logs"]) if self.processes.first else None)
+        except BaseException:
+            self._close()
+            raise
+
+    def _close(self) -> None:
+        self.log.close()
+        if self.lock is not None:
+            self.lock.close()
+
+    def _choose(self) -> tuple[Path | None, dict[str, Any]]:
+        """The checkpoint to resume from and what it says, if there is one."""
         run = Path(self.config.output_dir)
         check_folder(self.config)
         run.mkdir(parents=True, exist_ok=True)
         self.lock = lock(run)
-        try:
-            chosen = chosen_checkpoint(self.config)
-            sizes = self._resume(chosen) if chosen is not None else {}
-        except BaseException:
-            self.lock.close()
-            raise
-        start_record(run, self.settings(), self.loaded)
+        return chosen_state(self.config, self.optimizer_config.kind)
+
+    def _start(self, sizes: dict[str, int]) -> None:
+        """Write run.json, open the logs, and remove what a future that is now taken again has left."""
+        run = Path(self.config.output_dir)
+        start_record(run, self.settings(), self.loaded, self.processes.size)
         self.log = RunLog(run, sizes)
         later = [path for path in checkpoint.checkpoints(run) if checkpoint.step_of(path) > self.step]
-        if later:  # of the future that is now taken again
+        if later:
             logger.warning("%s removed: the run goes on from step %d.", ", ".join(p.name for p in later), self.step)
         for path in later:
             checkpoint.discard(path)
-        checkpoint.prune(run, self.config.save_total_limit, self.best["checkpoint"])  # if it was stopped just before
+        self._prune()  # if it was stopped just before
 
-    def _resume(self, folder: Path) -> dict[str, int]:
-        """Take up a checkpoint's state; returns what the logs' sizes were."""
-        state = checkpoint.read_state(folder)
-        if state["step"] > self.config.steps:
-            raise ValueError(
-                f"trainer.steps is {self.config.steps}, but {folder.name} is beyond it; raise trainer.steps, or resume "
-                "from an earlier checkpoint."
-            )
-        kind = state["settings"]["optimizer"].get("kind", "adamw")
-        if kind != self.optimizer_config.kind:
-            raise ValueError(
-                f"optimizer.kind is {self.optimizer_config.kind!r}, but {folder.name} was written with {kind!r}, whose "
-                "state the other cannot read; resume with that."
-            )
-        RunLog.check(Path(self.config.output_dir), state["logs"])
-        checkpoint.restore(folder, self.learner, state["num_updates"])
+    def _resume(self, folder: Path, state: dict[str, Any]) -> None:
+        """Take up a checkpoint's state."""
+        self.processes.together(lambda: checkpoint.restore(folder, self.learner, state["num_updates"]))
         settings = json.loads(json.dumps(self.settings()))
         changed = differences(state["settings"], settings)
         if changed:
@@ -329,7 +346,6 @@ class Trainer:
         self.step, self.num_tokens, self.best = state["step"], state["num_tokens"], state["best"]
         self.warned, self.pending = set(state["warned"]), state.get("pending")
         self.guards.restore(state.get("halved", {}), state["settings"], settings)
-        return dict(state["logs"])
 
     def settings(self) -> dict[str, Any]:
         """Every setting of the run, as run.json and the checkpoints have them."""
@@ -350,26 +366,20 @@ class Trainer:
             "trainer": asdict(self.config),
         }
 
+    def _prune(self) -> None:
+        checkpoint.prune(Path(self.config.output_dir), self.config.save_total_limit, self.best["checkpoint"])
+
     def _reference(self) -> Head:
         """The model as it is now: the module without its adapters, or a copy."""
         if self.lora_config.r:
             return BaseHead(self.loaded.model)
         return Head(copy.deepcopy(self.loaded.model).requires_grad_(False))
 
-    def _check_model(self) -> None:
-        for name, module in self.loaded.model.named_modules():
-            if isinstance(module, torch.nn.Dropout) and module.p > 0:
-                raise ValueError(f"the model has dropout {module.p} in {name}; set it to 0 in its config.")
+    def _generate(self, engine: Engine, prompts: list[Prompt], sampling: Sampling, stage: str) -> list[Rollout]:
+        return generate(engine, prompts, sampling, self.processes, self._progress(stage))
 
-    def _check_prompts(self) -> None:
-        """A prompt that leaves no room for an answer is better known now than at some step."""
-        context = self.engine.context
-        for prompt in [*getattr(self.task, "train", []), *getattr(self.task, "eval", [])]:
-            if len(prompt.ids) >= context:
-                raise ValueError(
-                    f"the prompt that begins {prompt.text[:60]!r} has {len(prompt.ids)} tokens, and the model's "
-                    f"context is {context}; remove it."
-                )
+    def _grade(self, rollouts: list[Rollout], n: int) -> Graded:
+        return grade(self.task.rewards, rollouts, n, self.loaded.tokenizer, self.processes)
 
     def _groups(self, rollouts: list[Rollout]) -> list[int]:
         return [i // self.sampling.n for i in range(len(rollouts))]

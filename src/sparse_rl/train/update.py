@@ -14,21 +14,22 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
-from sparse_rl.objective.correction import Corrected, Correction, check_choices, correct
+from sparse_rl.objective.correction import Correction, check_choices
 from sparse_rl.objective.loss import LossConfig, policy_loss, token_scale
-from sparse_rl.objective.mismatch import TOP, diagnose, overlap_bounds, overlap_top
-from sparse_rl.score.head import TokenScores
-from sparse_rl.score.pack import Completions, Microbatch, flatten, pack
+from sparse_rl.objective.mismatch import TOP, diagnose
+from sparse_rl.score.pack import flatten
 from sparse_rl.score.score import score_microbatch
+from sparse_rl.train.batch import Batch
 from sparse_rl.train.guards import Guards, optimizer_memory
 from sparse_rl.train.layers import Activations, learner_layers
 from sparse_rl.train.learner import Learner
+from sparse_rl.train.shares import deal
 from sparse_rl.types import Rollout
 
 logger = logging.getLogger(__name__)
@@ -79,68 +80,6 @@ class Updated:
     dense_logprobs: tuple[torch.Tensor, ...]  # one (T,) a rollout, nan where it was not scored
     accepted: torch.Tensor  # (R,) bool, true where it was not scored
     bad: tuple[BadUpdate, ...] = ()  # whose loss or gradient was not finite
-
-
-class Batch:
-    """Rollouts with what is known of their T completion tokens; dense log-probs are nan until a forward has looked."""
-
-    def __init__(
-        self, rollouts: list[Rollout], completions: Completions, advantages: torch.Tensor, loss: LossConfig
-    ) -> None:
-        self.rollouts, self.completions, self.advantages, self.loss = rollouts, completions, advantages, loss
-        self.rows, self.num_rows, device = completions.rows, len(rollouts), completions.rows.device
-        self.dense_logprobs = torch.full_like(completions.sampler_logprobs, math.nan)
-        self.overlap: dict[str, torch.Tensor] = {}
-        self.losses: list[tuple[tuple[int, ...], torch.Tensor]] = []  # of the microbatches learnt from, with their rows
-        truncated = torch.tensor([rollout.finish_reason == "length" for rollout in rollouts], device=device)
-        left_out = truncated & loss.mask_truncated_completions
-        self.in_loss = completions.mask & ~left_out[self.rows]
-        idle = (left_out | (advantages == 0)) & (loss.beta == 0)
-        self.idle, self.working = idle.nonzero()[:, 0].tolist(), (~idle).nonzero()[:, 0].tolist()
-
-    def part(self, members: list[int]) -> Batch:
-        """Some of its rollouts, in order, with the dense log-probs that are known."""
-        if len(members) == self.num_rows:
-            return self
-        chosen = torch.tensor(members, device=self.rows.device)
-        tokens = torch.isin(self.rows, chosen).nonzero()[:, 0]
-        completions = replace(
-            self.completions,
-            num_rows=len(members),
-            token_ids=self.completions.token_ids[tokens],
-            rows=torch.searchsorted(chosen, self.rows[tokens]),
-            mask=self.completions.mask[tokens],
-            sampler_logprobs=self.completions.sampler_logprobs[tokens],
-            top_ids=None,
-            top_logprobs=None,
-        )
-        part = Batch([self.rollouts[i] for i in members], completions, self.advantages[chosen], self.loss)
-        part.dense_logprobs = self.dense_logprobs[tokens]
-        return part
-
-    def observe(self, microbatch: Microbatch, scores: TokenScores) -> None:
-        """Remember what a forward at the rollout's weights said."""
-        tokens, completions = microbatch.tokens.to(self.rows.device), self.completions
-        self.dense_logprobs[tokens] = scores.logprobs.detach()
-        if completions.top_ids is None or completions.top_logprobs is None or scores.at_ids is None:
-            return
-        assert scores.top_ids is not None and scores.top_logprobs is not None
-        ids, logprobs, num_top = completions.top_ids[tokens], completions.top_logprobs[tokens], scores.top_ids.shape[1]
-        lower, upper = overlap_bounds(logprobs, scores.at_ids.detach())
-        top = overlap_top(ids[:, :num_top], logprobs[:, :num_top], scores.top_ids, scores.top_logprobs)
-        for name, values in (("overlap", lower), ("overlap_upper", upper), (f"overlap_top{TOP}", top)):
-            self.overlap.setdefault(name, torch.full_like(self.dense_logprobs, math.nan))[tokens] = values.float()
-
-    def correct(self, tokens: torch.Tensor, correction: Correction) -> Corrected:
-        """The correction of these tokens; what no forward has seen is left out."""
-        dense = self.dense_logprobs[tokens]
-        seen = self.completions.mask[tokens] & ~dense.isnan()
-        log_xi = dense - self.completions.sampler_logprobs[tokens]
-        return correct(log_xi, seen, self.rows[tokens], self.num_rows, correction)
-
-    @property
-    def tokens(self) -> torch.Tensor:
-        return torch.arange(len(self.rows), device=self.rows.device)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,6 +162,7 @@ def update(
             total, norm = result["loss"], result["grad_norm"]
             if not math.isfinite(total + norm):
                 bad.append(BadUpdate(update=i, members=members, batch=part, loss=total, grad_norm=norm))
+    learner.masters.to_sampler()
     accepted = batch.correct(batch.tokens, correction).accepted
     row_weights = torch.zeros(batch.num_rows)
     row_weights[batch.working] = 1.0
@@ -288,13 +228,14 @@ class Step:
 
 def _score(learner: Learner, batch: Batch, step: Step, chosen: list[int], max_tokens: int) -> None:
     """What the model says of some rollouts before it learns."""
-    for microbatch in pack(batch.rollouts, max_tokens, chosen):
+    for microbatch in deal(batch.rollouts, max_tokens, chosen, learner.processes):
         step.check()
         with torch.no_grad():
             scores = score_microbatch(
                 learner.head, batch.completions, microbatch, step.temperature, at_top=True, num_top=step.num_top
             )
         batch.observe(microbatch, scores)
+    batch.share(learner.processes)
 
 
 def _optimise(learner: Learner, batch: Batch, step: Step, max_tokens: int) -> dict[str, float]:
@@ -307,16 +248,20 @@ def _optimise(learner: Learner, batch: Batch, step: Step, max_tokens: int) -> di
     if step.scored and loss.beta == 0:  # rejected rollouts have nothing to learn from
         accepted = corrected.accepted.tolist()
         working = [i for i in working if accepted[i]]
+    working = learner.processes.by_first(lambda: working)  # a sum that another GPU rounded otherwise decides nothing
     num_top = 0 if step.scored else step.num_top
     learner.masters.zero_grad()
     batch.losses = []
     totals = torch.zeros(4, dtype=torch.float64, device=batch.rows.device)  # loss, clipped, kl, used
-    for microbatch in pack(batch.rollouts, max_tokens, working):
+    for microbatch in deal(batch.rollouts, max_tokens, working, learner.processes):
         step.check()
         tokens = microbatch.tokens.to(batch.rows.device)
         scores = score_microbatch(
             learner.head, batch.completions, microbatch, step.temperature, at_top=num_top > 0, num_top=num_top
         )
+        if not microbatch.indices:
+            (scores.logprobs.sum() * 0.0).backward()
+            continue
         if step.scored:
             weight = corrected.weight[tokens]
         else:
@@ -345,6 +290,8 @@ def _optimise(learner: Learner, batch: Batch, step: Step, max_tokens: int) -> di
         kl = output.kl.sum() if output.kl is not None else totals.new_zeros(())
         parts = [output.loss.detach(), output.clipped.sum(), kl, used.sum()]
         totals += torch.stack([part.double() for part in parts])
+    batch.share(learner.processes)
+    learner.processes.sum(totals)
     counts = torch.stack([batch.in_loss.sum(), counted.sum()]).double()
     total_loss, clipped, total_kl, used_tokens, in_loss, num_counted = torch.cat([totals, counts]).tolist()
     if not batch.working and bool((batch.advantages != 0).any()):

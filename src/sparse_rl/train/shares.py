@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The work of a step in shares, one a process: prompts to sample, completions to grade, microbatches to learn from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from sparse_rl.rollout import Engine, Progress, Sampling
+from sparse_rl.rollout.engine import EngineStats
+from sparse_rl.score.pack import Microbatch, pack
+from sparse_rl.tasks import Graded, Rewards
+from sparse_rl.train.processes import Processes
+from sparse_rl.types import Prompt, Rollout
+
+SLACK = (1.0, 1.05, 1.1, 1.2, 1.4)  # over an even share of the tokens, tried in turn
+
+
+def generate(
+    engine: Engine,
+    prompts: list[Prompt],
+    sampling: Sampling,
+    processes: Processes,
+    on_step: Callable[[Progress], None] | None = None,
+) -> list[Rollout]:
+    """The rollouts of all prompts, in order: each process samples its share, with the random numbers of the whole."""
+    mine = processes.share(len(prompts))
+    own = processes.together(lambda: engine.generate(prompts[mine], sampling, first=mine.start, on_step=on_step))
+    return [rollout for part in processes.gather(own) for rollout in part]
+
+
+def rollout_stats(engine: Engine, processes: Processes) -> EngineStats:
+    """Of the last call in all processes: the largest peak, since each has its own pool, and all preemptions."""
+    known = [stats for stats in processes.gather(engine.stats) if stats is not None]
+    return replace(
+        known[0],
+        peak_bytes=max(stats.peak_bytes for stats in known),
+        num_preemptions=sum(stats.num_preemptions for stats in known),
+        capture_s=max(stats.capture_s for stats in known),
+    )
+
+
+def grade(
+    rewards: Rewards, rollouts: list[Rollout], n: int, tokenizer: PreTrainedTokenizerBase, processes: Processes
+) -> Graded:
+    """The rewards of all rollouts, `n` a prompt: each process grades its share of whole groups."""
+    mine = processes.share(len(rollouts) // n)
+    own = rollouts[mine.start * n : mine.stop * n]
+    result = processes.together(lambda: rewards.grade(own, tokenizer) if own else None)
+    parts = [part for part in processes.gather(result) if part is not None]
+    return Graded(
+        rewards=torch.cat([part.rewards for part in parts]),
+        by_function={name: torch.cat([part.by_function[name] for part in parts]) for name in parts[0].by_function},
+    )
+
+
+def deal(rollouts: list[Rollout], max_tokens: int, chosen: list[int], processes: Processes) -> list[Microbatch]:
+    """This process's microbatches of the chosen rollouts: as many as every other's, so that their collectives meet.
+
+    The processes go through them in step, so those of about the same size meet; a blank one, without rollouts, is for
+    a process that has no work left.
+    """
+    if processes.size == 1:
+        return pack(rollouts, max_tokens, chosen)
+    packed = sorted(_pack_evenly(rollouts, max_tokens, chosen, processes.size), key=lambda m: -len(m.ids))
+    mine, rounds = packed[processes.rank :: processes.size], -(-len(packed) // processes.size)
+    return mine + [_blank(rollouts[0])] * (rounds - len(mine))
+
+
+def _pack_evenly(rollouts: list[Rollout], max_tokens: int, chosen: list[int], size: int) -> list[Microbatch]:
+    """As few rounds as `max_tokens` allows, with work for all processes in each, where the lengths allow it."""
+    packed = pack(rollouts, max_tokens, chosen)
+    wanted = -(-len(packed) // size) * size
+    share = sum(len(microbatch.ids) for microbatch in packed) / max(wanted, 1)
+    for slack in SLACK:
+        even = pack(rollouts, min(max_tokens, int(slack * share)), chosen)
+        if len(even) <= wanted:
+            return even
+    return packed
+
+
+def _blank(rollout: Rollout) -> Microbatch:
+    """The smallest forward there is; nobody reads its scores."""
+    return Microbatch(
+        indices=(),
+        ids=torch.tensor([rollout.prompt.ids[-1], int(rollout.token_ids[0])]),
+        boundaries=[0, 2],
+        predicting=torch.tensor([0]),
+        tokens=torch.tensor([0]),
+    )
