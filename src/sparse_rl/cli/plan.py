@@ -123,14 +123,15 @@ def _size(model: str, shape: str | None, dtype: str | None, cuda: bool, download
     try:
         config = model_config(model, download=False)
     except ValueError:
-        published = model.rpartition("/")[2].lower().removesuffix("-instruct")
+        known = "smollm2-135m" if model == "smollm2" else model
+        published = known.rpartition("/")[2].lower().removesuffix("-instruct")
         if published in SHAPES:
             config = shape_config(published)
         elif download:
             config = model_config(model, download=True)
         else:
             raise
-    if chosen is None and not (model == "embedded" or model.startswith("tiny")):  # those are loaded in fp32
+    if chosen is None and not (model in ("embedded", "smollm2") or model.startswith("tiny")):  # in fp32
         chosen = config.dtype if isinstance(config.dtype, torch.dtype) else model_dtype(config.dtype)
     return model_size(config, model, chosen or torch.float32)
 

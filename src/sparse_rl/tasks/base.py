@@ -16,7 +16,7 @@ import math
 import numbers
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -38,6 +38,15 @@ class Task(Protocol):
 
     def held_out(self, count: int) -> list[Prompt]:
         """At most `count` prompts to evaluate on, always the same."""
+
+
+class TaskConfig(Protocol):
+    """A task's settings: a frozen dataclass, its name, and the task it makes for a tokenizer."""
+
+    name: ClassVar[str]
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    def build(self, tokenizer: PreTrainedTokenizerBase) -> Task: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,7 +34,17 @@ def last_boxed(text: str) -> str | None:
 def same(given: str | None, right: str) -> bool:
     if given is None:
         return False
-    given, right = (THOUSANDS.sub("", value.replace(" ", "").strip("$")) for value in (given, right))
+    given, right = plain(given), plain(right)
     if NUMBER.fullmatch(given) and NUMBER.fullmatch(right):
         return Fraction(given) == Fraction(right)
     return given == right
+
+
+def is_number(text: str) -> bool:
+    """Whether `same` compares the text as a number."""
+    return NUMBER.fullmatch(plain(text)) is not None
+
+
+def plain(text: str) -> str:
+    """Without spaces, dollar signs around it, and commas between thousands."""
+    return THOUSANDS.sub("", text.replace(" ", "").strip("$"))

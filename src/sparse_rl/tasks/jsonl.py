@@ -30,7 +30,7 @@ T = TypeVar("T")
 class JsonlConfig:
     """Your own prompts and rewards.
 
-    train_file: JSONL file with a key "prompt" in every row
+    train_file: JSONL file; its rows have a "prompt" (jsonl), or a "question" and an "answer" (words)
     eval_file: the same, for evaluation; without it, nothing is evaluated
     rewards: functions as "module:function" or "path/file.py:function"
     reward_weights: one a function; 1 each, if none are given
@@ -53,9 +53,7 @@ class JsonlConfig:
         rewards = Rewards(tuple(import_function(path) for path in self.rewards), self.reward_weights)
         train = read_prompts(Path(self.train_file), tokenizer)
         held_out = read_prompts(Path(self.eval_file), tokenizer) if self.eval_file else []
-        digest = hashlib.sha256(Path(self.train_file).read_bytes()).hexdigest()[:16]
-        settings = {"name": self.name, **asdict(self), "train_sha256": digest}
-        return Rows(train, rewards, tokenizer, held_out, settings=settings)
+        return Rows(train, rewards, tokenizer, held_out, settings=file_settings(self))
 
 
 class Rows:
@@ -83,8 +81,19 @@ class Rows:
         return self.eval[:count]
 
 
+def file_settings(config: Any) -> dict[str, Any]:
+    """What a run's record says of a task that reads a file: its settings, and which file it was."""
+    digest = hashlib.sha256(Path(config.train_file).read_bytes()).hexdigest()[:16]
+    return {"name": config.name, **asdict(config), "train_sha256": digest}
+
+
 def _as_prompt(row: dict[str, Any] | Prompt, where: str, tokenizer: PreTrainedTokenizerBase) -> Prompt:
     return row if isinstance(row, Prompt) else make_prompt(row, where, tokenizer)
+
+
+def as_turn(text: str, tokenizer: PreTrainedTokenizerBase) -> str | list[dict[str, str]]:
+    """A user's turn where the tokenizer has a chat template, else the text and a new line."""
+    return [{"role": "user", "content": text}] if tokenizer.chat_template else f"{text}\n"
 
 
 def make_prompt(row: Any, where: str, tokenizer: PreTrainedTokenizerBase) -> Prompt:
@@ -129,19 +138,25 @@ def read_text(content: bytes, name: str) -> str:
 
 def parse_rows(text: str, name: str) -> list[tuple[int, dict[str, Any]]]:
     """JSON objects with a prompt, one a line, each with its line's number."""
+    rows = parse_lines(text, name)
+    for number, row in rows:
+        if not isinstance(row, dict) or not isinstance(row.get("prompt"), str | list):
+            raise ValueError(
+                f'line {number} of {name} has no "prompt" that is a string or a list of messages; mend or remove it.'
+            )
+    return rows
+
+
+def parse_lines(text: str, name: str) -> list[tuple[int, Any]]:
+    """JSON values, one a line, each with its line's number."""
     rows = []
     for number, line in enumerate(text.split("\n"), start=1):  # other separators may stand inside a prompt
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
+            rows.append((number, json.loads(line)))
         except (ValueError, RecursionError) as error:
             raise ValueError(f"line {number} of {name} is not JSON ({error}); mend or remove it.") from error
-        if not isinstance(row, dict) or not isinstance(row.get("prompt"), str | list):
-            raise ValueError(
-                f'line {number} of {name} has no "prompt" that is a string or a list of messages; mend or remove it.'
-            )
-        rows.append((number, row))
     if not rows:
         raise ValueError(f"{name} has no rows; write one JSON object a line.")
     return rows

