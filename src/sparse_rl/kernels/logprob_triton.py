@@ -15,7 +15,7 @@ def logsumexp_triton(logits_TV: torch.Tensor, temperature: float) -> torch.Tenso
     """See `logsumexp_ref`."""
     num_tokens, size = logits_TV.shape
     lse = torch.empty(num_tokens, dtype=torch.float32, device=logits_TV.device)
-    _logsumexp[(num_tokens,)](
+    _head_logsumexp[(num_tokens,)](
         logits_TV, lse, logits_TV.stride(0), size, 1.0 / temperature, BLOCK=BLOCK, num_warps=WARPS
     )
     return lse
@@ -27,7 +27,7 @@ def logprob_gradient_triton(
     """See `logprob_gradient_ref`; overwrites the logits."""
     num_tokens, size = logits_TV.shape
     grid = (num_tokens, triton.cdiv(size, BLOCK))
-    _gradient[grid](
+    _head_gradient[grid](
         logits_TV,
         lse_T,
         ids_T,
@@ -41,8 +41,8 @@ def logprob_gradient_triton(
     return logits_TV
 
 
-@triton.jit
-def _logsumexp(logits, lse, row_stride, size, inverse, BLOCK: tl.constexpr):
+@triton.jit  # type: ignore[untyped-decorator]
+def _head_logsumexp(logits, lse, row_stride, size, inverse, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     token = tl.program_id(0).to(tl.int64)
     row = logits + token * row_stride
     largest = tl.full((BLOCK,), float("-inf"), tl.float32)
@@ -58,8 +58,10 @@ def _logsumexp(logits, lse, row_stride, size, inverse, BLOCK: tl.constexpr):
     tl.store(lse + token, top + tl.log(tl.sum(total * tl.exp(largest - top), axis=0)))
 
 
-@triton.jit
-def _gradient(logits, lse, ids, grad, row_stride, size, inverse, BLOCK: tl.constexpr):
+@triton.jit  # type: ignore[untyped-decorator]
+def _head_gradient(  # type: ignore[no-untyped-def]
+    logits, lse, ids, grad, row_stride, size, inverse, BLOCK: tl.constexpr
+):
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     place = logits + token * row_stride + column

@@ -9,6 +9,7 @@ the settings it records. Every random number is a function of the seed and the s
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Sequence
@@ -30,6 +31,8 @@ from sparse_rl.train.observer import Observer
 from sparse_rl.train.run import Run
 
 OPTIMIZER = OptimizerConfig(learning_rate=1e-4, schedule="cosine")  # where none is given
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,7 +192,10 @@ def learn(learner: Learner, rows: Sequence[Packable], max_tokens: int, max_grad_
         loss = nll(learner.head, microbatch) / num_tokens
         loss.backward()
         total += loss.detach()
-    return {"loss": float(total)} | learner.step(max_grad_norm, skip=False)
+    metrics = {"loss": float(total)} | learner.step(max_grad_norm, skip=False)
+    if metrics["correction/skipped_updates"]:
+        logger.warning("the gradient norm is %s: this update changes nothing.", metrics["grad_norm"])
+    return metrics
 
 
 @torch.no_grad()
