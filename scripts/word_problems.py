@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Word problems for the task `words` and for a supervised warm start, from sets that lie in a folder.
 
-    python scripts/word_problems.py DATA OUTPUT [--sets svamp asdiv ...]
+    python scripts/word_problems.py DATA OUTPUT [--sets svamp asdiv ...] [--warm-only gsm8k]
 
 DATA/SET/train.jsonl has rows with "problem" (or "question") and "answer", and may have a "solution" or an "equation";
 DATA/SET/test.jsonl, where there is one, is held out, else a tenth of the rows, by the hash of the question. Written are
@@ -155,6 +155,7 @@ def main() -> None:
     parser.add_argument("data", type=Path, help="folder with a folder for each set")
     parser.add_argument("output", type=Path, help="folder to write to")
     parser.add_argument("--sets", nargs="+", default=[], help=f"which sets; all that are there of {', '.join(SETS)}")
+    parser.add_argument("--warm-only", nargs="+", default=[], help="sets whose problems go to warm.jsonl alone")
     args = parser.parse_args()
     sets = args.sets or [name for name in SETS if (args.data / name / "train.jsonl").exists()]
     if not sets:
@@ -165,7 +166,8 @@ def main() -> None:
     args.output.mkdir(parents=True, exist_ok=True)
     for name, problems in (("train", train), ("held_out", held_out)):
         problems.sort(key=lambda problem: problem.order)
-        rows = [{"question": row.question, "answer": row.answer, "source": row.source} for row in problems]
+        kept = [row for row in problems if row.source not in args.warm_only]
+        rows = [{"question": row.question, "answer": row.answer, "source": row.source} for row in kept]
         write(args.output / f"{name}.jsonl", rows)
     turns = [([{"role": "user", "content": row.question}], row.completion()) for row in train]
     write(args.output / "warm.jsonl", [{"prompt": prompt, "completion": text} for prompt, text in turns])

@@ -1,0 +1,328 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A real model on a cache that forgets: SmolLM2-135M-Instruct with dense rollouts, naive sparse ones, and `sparse_rl`.
+
+    python scripts/word_problems.py DATA data/words --warm-only gsm8k      # for --task words
+    python benchmarks/smollm2.py --task lookup --device cuda
+    python benchmarks/smollm2.py --task words --data data/words --device cuda
+
+lookup   ten keys and values, one is asked for: the reward hangs on the cache; from the instruct model
+words    word problems, held-out ones for evaluation; from a supervised warm start, which is made first
+
+The KV budget is found by a sweep before anything is trained: the smallest at which no more than REJECTION of the
+rollouts have a token that the dense model would hardly write (xi < 1e-4). Arms run side by side, a process each, and
+are evaluated on the same held-out prompts with the dense and with the sparse cache. What has been done is not done
+again: the folder --runs keeps it. Results go to benchmarks/results/smollm2_TASK.json, the report's plots beside them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ARMS = {  # KV policy of the rollouts, correction preset
+    "dense": ("full", "none"),
+    "naive": ("rkv", "none"),
+    "sparse_rl": ("rkv", "sparse_rl"),
+}
+BUDGETS = {"lookup": (48, 64, 80, 96, 112, 128), "words": (32, 48, 64, 80, 96, 128)}
+REJECTION = 0.3
+INTERVAL = 16
+SWEEP_N = 4  # completions of a prompt
+CURVES = {
+    "reward": "reward",
+    "rejection": "correction/rejection_rate",
+    "catastrophic": "mismatch/catastrophic_rollout_frac",
+    "kl": "rollout_corr/kl",
+    "overlap_p05": "mismatch/overlap_top20_p05",
+    "grad_norm": "grad_norm",
+    "length": "completions/mean_length",
+    "kv_saved": "kv/saved_frac",
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--task", choices=list(BUDGETS), required=True)
+    parser.add_argument("--data", type=Path, help="folder with train.jsonl, held_out.jsonl and warm.jsonl, for words")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--prompts", type=int, default=64, help="a step, 8 completions each")
+    parser.add_argument("--lr", type=float, default=1e-5)
+    parser.add_argument("--epochs", type=float, default=2.0, help="of the warm start")
+    parser.add_argument("--problems", type=int, default=512, help="held out, for evaluation")
+    parser.add_argument("--sweep", type=int, default=64, help=f"prompts of the sweep, {SWEEP_N} completions each")
+    parser.add_argument("--budget", type=int, help="instead of the sweep's choice")
+    parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=list(ARMS))
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--runs", type=Path, default=Path("runs/smollm2"))
+    parser.add_argument("--results", type=Path, default=Path("benchmarks/results"))
+    parser.add_argument("--worker", nargs=2, metavar=("WORK", "BUDGET"), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.task == "words" and args.data is None:
+        parser.error("--task words needs --data; scripts/word_problems.py makes it.")
+    if args.worker:
+        work, budget = args.worker
+        sweep(args) if work == "sweep" else evaluate_arm(args, work, int(budget))
+        return
+
+    began, folder = time.time(), args.runs / args.task
+    folder.mkdir(parents=True, exist_ok=True)
+    if args.task == "words":
+        warm_up(args)
+    call(args, "sweep", [*worker(args, "sweep", 0)], done=folder / "sweep.json")
+    rows = json.loads((folder / "sweep.json").read_text())
+    print(sweep_table(rows), flush=True)
+    fitting = [row["budget"] for row in rows if row["budget"] and row["rejection"] <= REJECTION]
+    budget = args.budget or min(fitting, default=max(BUDGETS[args.task]))
+    print(f"budget {budget} ({time.time() - began:.0f} s)", flush=True)
+    together(
+        [(arm, train_command(args, arm, budget), folder / arm / f"checkpoint-{args.steps}") for arm in args.arms], args
+    )
+    print(f"trained ({time.time() - began:.0f} s)", flush=True)
+    together([(f"{arm} end", worker(args, arm, budget), folder / arm / "final.json") for arm in args.arms], args)
+    results = [result(args, arm) for arm in args.arms]
+    args.results.mkdir(parents=True, exist_ok=True)
+    name = f"smollm2_{args.task}"
+    settings = {
+        k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items() if k not in ("worker", "results")
+    }
+    record = {
+        "command": " ".join(["python", *sys.argv]),
+        **json.loads((folder / args.arms[0] / "final.json").read_text())["provenance"],
+        "settings": settings | {"budget": budget, "interval": INTERVAL},
+        "sweep": rows,
+        "runs": results,
+    }
+    (args.results / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
+    plots = ["--output", str(folder / "report.html"), "--png", str(args.results / name)]
+    subprocess.run(
+        [sys.executable, "-m", "sparse_rl", "report", *(str(folder / arm) for arm in args.arms), *plots], check=True
+    )
+    print(table(results))
+    print(f"{time.time() - began:.0f} s")
+
+
+def warm_up(args: argparse.Namespace) -> None:
+    """Teach the model to write short worked answers, once."""
+    target = args.runs / "warm"
+    command = [sys.executable, "-m", "sparse_rl", "sft", "--config", "smollm2-warm.yaml"]
+    command += ["--data.train_file", str(args.data / "warm.jsonl"), "--trainer.output_dir", str(target)]
+    command += ["--trainer.epochs", str(args.epochs), "--device", args.device]
+    if args.device == "cpu":
+        command += ["--dtype", "float32"]
+    call(args, "warm start", command, done=target / "done", log=args.runs / "warm.log")
+    (target / "done").touch()
+
+
+def start_model(args: argparse.Namespace) -> str:
+    if args.task == "lookup":
+        return "smollm2"
+    from sparse_rl.train.checkpoint import checkpoints
+
+    return str(checkpoints(args.runs / "warm")[-1])
+
+
+def dtype(args: argparse.Namespace) -> str:
+    return "float32" if args.device == "cpu" else "bfloat16"
+
+
+def sampling(args: argparse.Namespace) -> dict[str, Any]:
+    return {"max_tokens": 24, "temperature": 0.7} if args.task == "lookup" else {"max_tokens": 256, "temperature": 1.0}
+
+
+def task_flags(args: argparse.Namespace) -> list[str]:
+    if args.task == "lookup":
+        return ["--task.name", "lookup", "--task.pairs", "10"]
+    files = {"train_file": "train.jsonl", "eval_file": "held_out.jsonl"}
+    return ["--task.name", "words", *(x for key, f in files.items() for x in (f"--task.{key}", str(args.data / f)))]
+
+
+def train_command(args: argparse.Namespace, arm: str, budget: int) -> list[str]:
+    policy, preset = ARMS[arm]
+    target = args.runs / args.task / arm
+    flags = {
+        "model": start_model(args),
+        "device": args.device,
+        "dtype": dtype(args),
+        "correction.preset": preset,
+        "kv.policy": policy,
+        "sampling.n": 8,
+        "sampling.max_tokens": sampling(args)["max_tokens"],
+        "sampling.temperature": sampling(args)["temperature"],
+        "optimizer.learning_rate": args.lr,
+        "optimizer.warmup": 5,
+        "update.max_tokens": 32768,
+        "eval.every": max(1, args.steps // 3),
+        "eval.prompts": args.problems,
+        "eval.temperature": sampling(args)["temperature"],
+        "engine.rows": 512,
+        "trainer.output_dir": target,
+        "trainer.steps": args.steps,
+        "trainer.prompts_per_step": args.prompts,
+        "trainer.seed": args.seed,
+        "trainer.save_every": 0,
+        "trainer.save_total_limit": 1,
+        "trainer.resume_from_checkpoint": str((target / "run.json").exists()).lower(),
+    }
+    if policy != "full":
+        flags |= {"kv.budget": budget, "kv.interval": INTERVAL}
+    words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+    return [sys.executable, "-m", "sparse_rl", "train", *words, *task_flags(args)]
+
+
+def worker(args: argparse.Namespace, work: str, budget: int) -> list[str]:
+    return [sys.executable, *sys.argv, "--worker", work, str(budget)]
+
+
+def call(args: argparse.Namespace, name: str, command: list[str], *, done: Path, log: Path | None = None) -> None:
+    """Run a command unless what it makes is there."""
+    together([(name, command, done)], args, log)
+
+
+def together(jobs: list[tuple[str, list[str], Path]], args: argparse.Namespace, log: Path | None = None) -> None:
+    """Run commands side by side, each unless what it makes is there; their words go to files."""
+    running = []
+    for name, command, done in jobs:
+        if done.exists():
+            continue
+        path = log or args.runs / args.task / f"{name.replace(' ', '_')}.log"
+        file = open(path, "w")  # noqa: SIM115 - closed with the process
+        environment = os.environ | {"OMP_NUM_THREADS": "2"}
+        running.append((name, path, subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment)))
+    failed = [(name, path) for name, path, process in running if process.wait()]
+    for name, path in failed:
+        print(f"{name} failed; the end of {path}:\n{path.read_text()[-1500:]}", file=sys.stderr)
+    if failed:
+        sys.exit(1)
+
+
+def built(args: argparse.Namespace, model: str) -> tuple[Any, Any]:
+    """The model and the task."""
+    from sparse_rl.cli.parsing import model_dtype
+    from sparse_rl.model.load import load
+    from sparse_rl.tasks import TASKS
+
+    loaded = load(model, dtype=model_dtype(dtype(args)), device=args.device)
+    settings: dict[str, Any] = {"pairs": 10}
+    if args.task == "words":
+        settings = {"train_file": str(args.data / "train.jsonl"), "eval_file": str(args.data / "held_out.jsonl")}
+    return loaded, TASKS[args.task](**settings).build(loaded.tokenizer)
+
+
+def sweep(args: argparse.Namespace) -> None:
+    """Reward, KV saved and would-be rejection of the model as it is, by budget; 0 is the dense cache."""
+    import torch
+
+    from sparse_rl.kv import RKV, Full
+    from sparse_rl.objective.correction import PRESETS, correct
+    from sparse_rl.rollout import Engine, EngineConfig, Sampling
+    from sparse_rl.score import score
+    from sparse_rl.types import kv_saved_frac
+
+    loaded, task = built(args, start_model(args))
+    prompts = task.stream(0, args.sweep, args.seed)
+    settings = Sampling(n=SWEEP_N, seed=1, **sampling(args))
+    rows = []
+    for budget in (0, *BUDGETS[args.task]):
+        policy = RKV(budget=budget, interval=INTERVAL) if budget else Full()
+        engine = Engine(loaded, policy, EngineConfig(rows=args.sweep * SWEEP_N, graphs=False))
+        rollouts = engine.generate(prompts, settings)
+        engine.release()
+        rewards = task.rewards.grade(rollouts, loaded.tokenizer).rewards.view(args.sweep, SWEEP_N)
+        dense = score(loaded.model, rollouts, temperature=settings.temperature)
+        log_xi = torch.cat([d.dense_logprobs - r.sampler_logprobs for d, r in zip(dense, rollouts, strict=True)])
+        lengths = torch.tensor([len(r.token_ids) for r in rollouts])
+        of = torch.arange(len(rollouts)).repeat_interleave(lengths)
+        accepted = correct(
+            log_xi, torch.ones_like(of, dtype=torch.bool), of, len(rollouts), PRESETS["sparse_rl"]
+        ).accepted
+        spread = rewards.std(dim=1)
+        rows.append(
+            {
+                "budget": budget,
+                "reward": float(rewards.mean()),
+                "reward_se": float(rewards.mean(dim=1).std() / args.sweep**0.5),
+                "mixed": float((spread > 0).double().mean()),
+                "rejection": float((~accepted).double().mean()),
+                "kl": float(-log_xi.mean()),
+                "kv_saved": kv_saved_frac(rollouts),
+                "length": float(lengths.double().mean()),
+            }
+        )
+        print(rows[-1], flush=True)
+    (args.runs / args.task / "sweep.json").write_text(json.dumps(rows))
+
+
+def evaluate_arm(args: argparse.Namespace, arm: str, budget: int) -> None:
+    """The trained model on held-out prompts with both caches."""
+    import torch
+
+    from sparse_rl.bench.record import provenance
+    from sparse_rl.evaluate import EvalConfig, evaluate
+    from sparse_rl.kv import RKV, Full
+    from sparse_rl.rollout import Engine, EngineConfig
+
+    folder = args.runs / args.task / arm
+    loaded, task = built(args, str(folder / f"checkpoint-{args.steps}"))
+    settings = EvalConfig(n=4, temperature=sampling(args)["temperature"], seed=7).sampling(sampling(args)["max_tokens"])
+    final: dict[str, Any] = {"provenance": provenance(torch.device(args.device))}
+    for cache, policy in (("dense", Full()), ("sparse", RKV(budget=budget, interval=INTERVAL))):
+        engine = Engine(loaded, policy, EngineConfig(rows=512, graphs=False))
+        final[cache] = evaluate(engine, task.held_out(args.problems), settings, task.rewards)
+        engine.release()
+    (folder / "final.json").write_text(json.dumps(final))
+
+
+def result(args: argparse.Namespace, arm: str) -> dict[str, Any]:
+    folder = args.runs / args.task / arm
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    final = json.loads((folder / "final.json").read_text())
+    evaluations = [line for line in lines if "eval/dense/reward" in line]
+    return {
+        "arm": arm,
+        "eval_steps": [line["step"] for line in evaluations],
+        "dense": [[line["eval/dense/reward"], line["eval/dense/reward_se"]] for line in evaluations],
+        "sparse": [[line.get("eval/sparse/reward"), line.get("eval/sparse/reward_se")] for line in evaluations],
+        "final": {cache: {k: _round(v) for k, v in final[cache].items()} for cache in ("dense", "sparse")},
+        "curves": {short: [_round(line.get(name)) for line in lines if line["step"]] for short, name in CURVES.items()},
+    }
+
+
+def sweep_table(rows: list[dict[str, float]]) -> str:
+    head = "budget  reward         mixed  rejection  KL      KV saved  length"
+    return "\n".join(
+        [head]
+        + [
+            f"{row['budget'] or 'dense':>6}  {row['reward']:.3f} ± {row['reward_se']:.3f}  {row['mixed']:.2f}   "
+            f"{row['rejection']:.2f}       {row['kl']:.4f}  {row['kv_saved']:.2f}      {row['length']:.0f}"
+            for row in rows
+        ]
+    )
+
+
+def table(results: list[dict[str, Any]]) -> str:
+    rows = ["arm        before, dense    after, dense     after, sparse    KV saved  xi < 1e-4 (mean, last 10)"]
+    for r in results:
+        (first, se), final = r["dense"][0], r["final"]
+        curve = [x for x in r["curves"]["catastrophic"] if x is not None]
+        saved = [x for x in r["curves"]["kv_saved"] if x is not None]
+        shown = [f"{final[c]['reward']:.3f} ± {final[c]['reward_se']:.3f}" for c in ("dense", "sparse")]
+        rows.append(
+            f"{r['arm']:9}  {first:.3f} ± {se:.3f}    {shown[0]}    {shown[1]}    {sum(saved) / max(1, len(saved)):.2f}"
+            f"      {sum(curve) / max(1, len(curve)):.2f}, {sum(curve[-10:]) / max(1, len(curve[-10:])):.2f}"
+        )
+    return "\n".join(rows)
+
+
+def _round(value: float | None) -> float | None:
+    return None if value is None else float(f"{value:.4g}")
+
+
+if __name__ == "__main__":
+    main()
