@@ -8,10 +8,11 @@
 lookup   ten keys and values, one is asked for: the reward hangs on the cache; from the instruct model
 words    word problems, held-out ones for evaluation; from a supervised warm start, which is made first
 
-The KV budget is found by a sweep before anything is trained: the smallest at which no more than REJECTION of the
-rollouts have a token that the dense model would hardly write (xi < 1e-4). Arms run side by side, a process each, and
-are evaluated on the same held-out prompts with the dense and with the sparse cache. What has been done is not done
-again: the folder --runs keeps it. Results go to benchmarks/results/smollm2_TASK.json, the report's plots beside them.
+The KV budget is found by a sweep before anything is trained: the smallest that earns at least REWARD of what the dense
+cache earns, with at most REJECTION of the rollouts having a token that the dense model would hardly write (xi < 1e-4).
+Arms run side by side, a process each, and are evaluated on the same held-out prompts with the dense and with the sparse
+cache. What has been done is not done again: the folder --runs keeps it. Results go to
+benchmarks/results/smollm2_TASK.json, the report's plots beside them.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ ARMS = {  # KV policy of the rollouts, correction preset
     "sparse_rl": ("rkv", "sparse_rl"),
 }
 BUDGETS = {"lookup": (48, 64, 80, 96, 112, 128), "words": (32, 48, 64, 80, 96, 128)}
-REJECTION = 0.3
+REWARD, REJECTION = 0.5, 0.3
 INTERVAL = 16
 SWEEP_N = 4  # completions of a prompt
 CURVES = {
@@ -78,7 +79,8 @@ def main() -> None:
     call(args, "sweep", [*worker(args, "sweep", 0)], done=folder / "sweep.json")
     rows = json.loads((folder / "sweep.json").read_text())
     print(sweep_table(rows), flush=True)
-    fitting = [row["budget"] for row in rows if row["budget"] and row["rejection"] <= REJECTION]
+    least = REWARD * rows[0]["reward"]
+    fitting = [row["budget"] for row in rows[1:] if row["reward"] >= least and row["rejection"] <= REJECTION]
     budget = args.budget or min(fitting, default=max(BUDGETS[args.task]))
     print(f"budget {budget} ({time.time() - began:.0f} s)", flush=True)
     together(
