@@ -195,12 +195,14 @@ class SFTTrainer:
         self.run.finish_step(metrics | (self._evaluate() if evaluates else {}), began)
 
     def _evaluate(self) -> dict[str, float]:
-        """The held-out loss."""
-        rows = self.data.eval
+        """The loss of the held-out rows."""
+        max_tokens, rows = self.config.max_tokens, self.data.eval
         with self.run.timer("eval"):
-            evaluate = lambda max_tokens: mean_nll(self.learner.head, rows, max_tokens, self.guards.check)  # noqa: E731
-            loss = self.guards.fit(evaluate, self.config.max_tokens, rows, self.learner, "an evaluation")
+            loss = self.guards.fit(self._held_out_loss, max_tokens, rows, self.learner, "an evaluation")
         return {"eval/loss": loss, "eval/perplexity": math.exp(loss) if loss < 700 else math.inf}
+
+    def _held_out_loss(self, max_tokens: int) -> float:
+        return mean_nll(self.learner.head, self.data.eval, max_tokens, self.guards.check)
 
     def settings(self) -> dict[str, Any]:
         """Every setting of the run, as run.json and the checkpoints have them."""
