@@ -88,7 +88,9 @@ def kept(checkpoint: Path) -> dict[str, torch.Tensor]:
         state = torch.load(f"{folder}/state.pt", weights_only=True)
     flat = {f"masters.{name}": value for name, value in state["masters"].items()}
     for name, values in state.get("optimizer", {}).items():
-        flat |= {f"optimizer.{name}.{key}": value for key, value in values.items()}
+        for key, value in values.items():  # a moment of 8 bits is several tensors
+            parts = {f".{part}": tensor for part, tensor in value.items()} if isinstance(value, dict) else {"": value}
+            flat |= {f"optimizer.{name}.{key}{part}": tensor for part, tensor in parts.items()}
     return flat
 
 

@@ -13,6 +13,7 @@ from sparse_rl.train import OptimizerConfig, SFTConfig, SFTTrainer
 from sparse_rl.train.sft import end_ids
 
 TEXTS = {"one and one is": " two", "the sky is": " blue, mostly", "abc": "def", "sparse": " caches, dense learners"}
+OPTIMIZER = OptimizerConfig(learning_rate=1e-3, schedule="linear", warmup=2)
 
 
 def fresh(family: str = "llama", dtype: torch.dtype = torch.float32, **overrides) -> LoadedModel:
@@ -26,7 +27,7 @@ def rows(loaded: LoadedModel, texts: dict[str, str] = TEXTS) -> list[Example]:
     return [make_example(pair, f"row {i}", loaded.tokenizer, end_ids(loaded)) for i, pair in enumerate(pairs)]
 
 
-def small_sft(folder, *, loaded=None, observers=(), **config) -> SFTTrainer:
+def small_sft(folder, *, loaded=None, observers=(), optimizer=OPTIMIZER, **config) -> SFTTrainer:
     """Four rows to learn, two of them also held out, in bf16."""
     loaded = loaded or fresh(dtype=torch.bfloat16, num_hidden_layers=2)
     examples = rows(loaded)
@@ -35,6 +36,6 @@ def small_sft(folder, *, loaded=None, observers=(), **config) -> SFTTrainer:
         loaded,
         Examples(train=examples, eval=examples[:2]),
         config=SFTConfig(**(settings | config)),
-        optimizer=OptimizerConfig(learning_rate=1e-3, schedule="linear", warmup=2),
+        optimizer=optimizer,
         observers=observers,
     )

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from importlib import resources
 
 import pytest
@@ -16,6 +18,7 @@ from sparse_rl.cli.recipes import recipes
 from sparse_rl.metrics import read_log
 from sparse_rl.tasks import Chain
 from sparse_rl.train import checkpoint
+from sparse_rl.train.sft import nll
 
 ROWS = 12
 
@@ -87,6 +90,20 @@ def test_a_run_goes_on(arguments, tmp_path, caplog):
     assert code == 0 and "steps 4 to 6" in err
     assert "trainer.steps 4 is now 6" in caplog.text
     assert [line["step"] for line in read_log(tmp_path / "run" / "metrics.jsonl")] == list(range(7))
+
+
+def test_the_command_leaves_with_the_signals_exit_code(arguments, tmp_path, monkeypatch, caplog):
+    calls = []
+
+    def watched(*args):
+        if calls.append(1) or len(calls) == 3:  # an evaluation, then a forward a step
+            os.kill(os.getpid(), signal.SIGTERM)
+        return nll(*args)
+
+    monkeypatch.setattr("sparse_rl.train.sft.nll", watched)
+    code, out, _ = sft(*arguments, "--trainer.output_dir", str(tmp_path / "run"), "--trainer.max_tokens", "100000")
+    assert (code, out) == (143, "")
+    assert f"stopped by SIGTERM after {tmp_path / 'run' / 'checkpoint-2'}" in caplog.text
 
 
 def test_train_goes_on_from_its_checkpoint(finished, tmp_path):

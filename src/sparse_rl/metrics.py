@@ -63,7 +63,8 @@ METRICS: dict[str, str] = {
     "correction/rejection_rate": "share of completions rejected as a whole",
     "correction/skipped_updates": "updates that changed nothing: no advantage, all rejected, not finite",
     "update/nonfinite": "updates that changed nothing because their loss or gradient was not finite",
-    "update/max_tokens": "of a learner forward: update.max_tokens, halved wherever memory ran out",
+    "update/max_tokens": "of a learner forward: update.max_tokens, or trainer.max_tokens if supervised, halved "
+    "wherever memory ran out",
     "train/working_frac": "share of completions with something to learn from: an advantage, or a KL term",
     "epoch": "passes over the rows so far (only if supervised)",
     "train/tokens_per_s": "prompt and completion tokens over the time of the update (only if supervised)",

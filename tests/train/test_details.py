@@ -196,7 +196,7 @@ def test_dense_is_dense_and_sparse_is_sparse_and_the_best_exists(tmp_path):
     trainer.train()
     line = read_log(tmp_path / "run" / "metrics.jsonl")[-1]
     assert line["eval/dense/kv_saved_frac"] == 0.0 < line["eval/sparse/kv_saved_frac"]
-    assert (tmp_path / "run" / trainer.best["checkpoint"]).is_dir()
+    assert (tmp_path / "run" / trainer.run.best["checkpoint"]).is_dir()
 
 
 def test_a_declined_sample_does_not_take_its_prompt_with_it(loaded):

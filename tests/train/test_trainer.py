@@ -39,7 +39,7 @@ def test_a_run_writes_what_it_did(tmp_path):
     assert [line["step"] for line in lines] == [0, 1, 2]
     assert {name for name in lines[0] if name.startswith("eval/")} >= {"eval/dense/reward", "eval/sparse/reward_se"}
     assert "eval/dense/reward" not in lines[1] and "eval/sparse/kv_saved_frac" in lines[2]
-    assert lines[2]["kv/saved_frac"] > 0 and lines[2]["num_tokens"] == trainer.num_tokens
+    assert lines[2]["kv/saved_frac"] > 0 and lines[2]["num_tokens"] == trainer.run.num_tokens
     assert lines[1]["num_tokens"] == 8 * (CHAIN.prompt_len + lines[1]["completions/mean_length"])
     record = json.loads((tmp_path / "run" / "run.json").read_text())
     assert record["config"]["kv"] == {

@@ -22,7 +22,7 @@ import sparse_rl
 from sparse_rl.metrics import RunLog, read_log
 from sparse_rl.model.load import LoadedModel
 from sparse_rl.train import checkpoint
-from sparse_rl.train.config import RunConfig, TrainerConfig
+from sparse_rl.train.config import RunConfig
 
 logger = logging.getLogger(__name__)
 
@@ -69,17 +69,17 @@ def chosen_checkpoint(config: RunConfig) -> Path | None:
     return Path(given)
 
 
-def chosen_state(config: TrainerConfig, optimizer_kind: str) -> tuple[Path | None, dict[str, Any]]:
+def chosen_state(config: RunConfig, optimizer_kind: str) -> tuple[Path | None, dict[str, Any]]:
     """The checkpoint to resume from and what it says, if there is one that this run can go on from."""
     run, folder = Path(config.output_dir), chosen_checkpoint(config)
     if folder is None:
         return None, {"logs": {}}
     state = checkpoint.read_state(folder)
     if state["step"] > config.steps:
-        raise ValueError(
-            f"trainer.steps is {config.steps}, but {folder.name} is beyond it; raise trainer.steps, or resume "
-            "from an earlier checkpoint."
-        )
+        found = f"trainer.steps is {config.steps}, but {folder.name} is beyond it"
+        if hasattr(config, "epochs"):  # which may have said how many
+            found = f"the run has {config.steps} steps, but {folder.name} is beyond them"
+        raise ValueError(f"{found}; raise trainer.steps, or resume from an earlier checkpoint.")
     kind = state["settings"]["optimizer"].get("kind", "adamw")
     if kind != optimizer_kind:
         raise ValueError(

@@ -24,7 +24,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -32,12 +32,12 @@ import torch.distributed as dist
 from sparse_rl.kv import KVPolicy
 from sparse_rl.model.load import LoadedModel
 from sparse_rl.rollout import Engine, EngineConfig, Sampling
+from sparse_rl.score.pack import Packable
 from sparse_rl.train import checkpoint
 from sparse_rl.types import Prompt, Rollout
 
 if TYPE_CHECKING:
     from sparse_rl.train.learner import Learner
-    from sparse_rl.train.update import BadUpdate
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -46,9 +46,6 @@ STREAK = 5  # updates in a row that are not finite end the run
 POOL = "pool"  # halved once, it is given back before every update
 MAX_BAD_BATCHES = 3  # kept in the run folder
 FORWARDED_S = 1.0  # a launcher forwards a signal that the run has got already
-SMALLER_UPDATE = (
-    "lower sampling.max_tokens, recompute or offload activations, or choose an 8-bit or offloaded optimizer, or LoRA"
-)
 SMALLER_ROLLOUT = (
     "give a smaller engine.pool_bytes or engine.max_prefill_tokens, or lower kv.budget or sampling.max_tokens"
 )
@@ -62,8 +59,29 @@ class Stopped(SystemExit):
         self.by = by
 
 
+class Bad(Protocol):
+    """An update whose loss or gradient was not finite."""
+
+    @property
+    def update(self) -> int: ...  # which of its step's, from 0
+
+    @property
+    def loss(self) -> float: ...
+
+    @property
+    def grad_norm(self) -> float: ...
+
+    def contents(self, rewards: Any) -> dict[str, Any]: ...
+
+
 class Guards:
     """The guards of one run, and what they have to remember."""
+
+    limit, unit = "update.max_tokens", "rollout"  # the setting that is halved, and what the learner packs
+    smaller = (  # the remedy where one alone does not fit
+        "lower sampling.max_tokens, recompute or offload activations, or choose an 8-bit or offloaded optimizer, or "
+        "LoRA"
+    )
 
     def __init__(self, *, first: bool = True) -> None:
         self.first = first  # of the run's processes: the one that writes and speaks
@@ -120,9 +138,16 @@ class Guards:
         if device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def fit(self, work: Callable[[int], T], max_tokens: int, rollouts: Sequence[Rollout], learner: Learner) -> T:
+    def fit(
+        self,
+        work: Callable[[int], T],
+        max_tokens: int,
+        rows: Sequence[Packable],
+        learner: Learner,
+        stage: str = "an update",
+    ) -> T:
         """work(max_tokens); where memory runs out, its gradients are dropped and it is done again with half of that."""
-        longest = max(len(rollout.prompt.ids) + len(rollout.token_ids) for rollout in rollouts)
+        longest = max(len(row.prompt.ids) + len(row.token_ids) for row in rows)
         while True:
             tokens = self.part("update", max_tokens)
             try:
@@ -132,21 +157,22 @@ class Guards:
                     raise
                 smaller = tokens > longest
                 if not alone() or not (smaller or self.give_pool()):
-                    remedy = f"lower update.max_tokens, which is {tokens}" if smaller else SMALLER_UPDATE
+                    remedy = f"lower {self.limit}, which is {tokens}" if smaller else self.smaller
                     raise ValueError(
-                        f"out of memory in an update, whose longest rollout has {longest} tokens; {remedy}."
+                        f"out of memory in {stage}, whose longest {self.unit} has {longest} tokens; {remedy}."
                     ) from error
             # Out here nothing holds on to the frames of the error, and what they hold can be freed.
             learner.masters.zero_grad()
             learner.head.model.zero_grad()
             self.halve("update" if smaller else POOL, learner.device)
-            change = f"update.max_tokens is {self.part('update', max_tokens)}"
+            change = f"{self.limit} is {self.part('update', max_tokens)}"
             logger.warning(
-                "out of memory in an update: it is done again, and %s from here on.",
+                "out of memory in %s: it is done again, and %s from here on.",
+                stage,
                 change if smaller else "the KV pool is given back before every update",
             )
 
-    def note(self, bad: Sequence[BadUpdate], num_updates: int, rewards: torch.Tensor, step: int, run: Path) -> None:
+    def note(self, bad: Sequence[Bad], num_updates: int, rewards: torch.Tensor | None, step: int, run: Path) -> None:
         """Save the batches of a step's updates that were not finite, and say so the first time."""
         for i in range(num_updates):
             self.streak = self.streak + 1 if any(item.update == i for item in bad) else 0
@@ -186,11 +212,13 @@ class Guards:
 
     def restore(self, halved: dict[str, int], before: dict[str, Any], now: dict[str, Any]) -> None:
         """Go on as before, unless the settings that were halved are now others."""
-        same = {
-            stage: before["update"] == now["update"] if stage == "update" else before["engine"] == now["engine"]
-            for stage in halved
+        self.halved = {
+            stage: count for stage, count in halved.items() if self.sized(stage, before) == self.sized(stage, now)
         }
-        self.halved = {stage: count for stage, count in halved.items() if same[stage]}
+
+    def sized(self, stage: str, settings: dict[str, Any]) -> Any:
+        """The settings that say how much memory the stage takes."""
+        return settings["update" if stage == "update" else "engine"]
 
     def rescue(self, error: BaseException, save: Callable[[], object] | None, run: Path) -> None:
         """Before the run ends early: save what is not saved yet, and say where a signal left it."""

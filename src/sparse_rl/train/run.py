@@ -6,93 +6,183 @@ from __future__ import annotations
 import json
 import logging
 import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, Protocol
 
-from sparse_rl.metrics import RunLog
+from sparse_rl.metrics import NoLog, RunLog, Timer
 from sparse_rl.model.load import LoadedModel
 from sparse_rl.train import checkpoint
 from sparse_rl.train.config import RunConfig
-from sparse_rl.train.folder import check_folder, chosen_checkpoint, differences, lock, start_record
+from sparse_rl.train.folder import check_folder, chosen_state, differences, lock, start_record
+from sparse_rl.train.guards import Guards
 from sparse_rl.train.learner import Learner
+from sparse_rl.train.observer import Observer
 
 logger = logging.getLogger(__name__)
 
 
+class Running(Protocol):
+    """What a run asks of the trainer that it belongs to."""
+
+    @property
+    def config(self) -> RunConfig: ...
+
+    @property
+    def loaded(self) -> LoadedModel: ...
+
+    @property
+    def learner(self) -> Learner: ...
+
+    @property
+    def guards(self) -> Guards: ...
+
+    @property
+    def observers(self) -> tuple[Observer, ...]: ...
+
+    def settings(self) -> dict[str, Any]: ...
+
+
 class Run:
-    """Counts steps and tokens, remembers the best checkpoint, holds the folder's lock and its logs."""
+    """Counts steps and tokens, remembers the best checkpoint, holds the folder's lock and its logs.
 
-    def __init__(
-        self, config: RunConfig, loaded: LoadedModel, learner: Learner, settings: dict[str, Any], section: str
-    ) -> None:
-        self.config, self.loaded, self.learner, self.settings = config, loaded, learner, settings
+    Of several processes the first one writes, and decides for all what to resume, what to keep and what is best.
+    """
+
+    def __init__(self, trainer: Running, section: str, best_metric: str, *, lower_is_better: bool = False) -> None:
+        self.trainer = trainer
         self.section = section  # of the settings, that only this kind of run has
-        self.folder = Path(config.output_dir)
+        self.best_metric, self.sign = best_metric, -1 if lower_is_better else 1
+        self.config, self.learner, self.guards = trainer.config, trainer.learner, trainer.guards
+        self.processes = self.learner.processes
+        self.folder = Path(self.config.output_dir)
+        self.lock: IO[str] | None = None
+        self.log: RunLog = NoLog()
+        self.timer = Timer()
         self.step, self.num_tokens = 0, 0
+        self.pending: dict[str, float] | None = {}  # of the newest step, if it was learnt but not evaluated and logged
+        self.unsaved: dict[str, Any] | None = None  # where the run stands, if no checkpoint says it
         self.best: dict[str, Any] = {"checkpoint": None, "value": None}
+        self.warned: set[str] = set()
 
-    def open(self) -> None:
-        """Start the folder, or take up the run in it. Nothing is changed before all of it is known to be well."""
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """Start the folder, or take up the run in it; signals are heard, and what ends the run early saves it first."""
+        self._open()
+        self.guards.listen()
+        try:
+            for observer in self.trainer.observers:
+                observer.on_begin(self.trainer)
+            yield
+        except BaseException as error:
+            state = self.unsaved
+            whole = state is not None and state["step"] and state["num_updates"] == self.learner.num_updates
+            self.guards.rescue(error, self._save if whole else None, self.folder)
+            raise
+        finally:
+            self.guards.stop_listening()
+            self._close()
+            for observer in self.trainer.observers:
+                observer.on_end()
+
+    def evaluates(self, every: int) -> bool:
+        """Whether this step is evaluated: the first, the last, and every so many."""
+        return self.step in (0, self.config.steps) or (every > 0 and self.step % every == 0)
+
+    def remember(self, pending: dict[str, float] | None) -> None:
+        """Where the run stands now, for a checkpoint; `pending` are a step's metrics that are still to be logged."""
+        self.pending = pending
+        self.unsaved = {
+            "step": self.step,
+            "num_tokens": self.num_tokens,
+            "num_updates": self.learner.num_updates,
+            "best": self.best,
+            "logs": self.log.written(),
+            "warned": sorted(self.warned),
+            "halved": self.guards.state(),
+            "pending": pending,
+        }
+
+    def finish_step(self, metrics: dict[str, float], began: float) -> None:
+        """Write the step's line; save if it is time, or the best so far."""
+        seconds, self.timer = self.timer.seconds | {"step_time": time.perf_counter() - began}, Timer()
+        line = {"step": self.step, "num_tokens": self.num_tokens, **metrics, **seconds}
+        self.log.write("metrics.jsonl", line)
+        for observer in self.trainer.observers:
+            observer.on_log(line)
+        best = self.step > 0 and self.processes.by_first(lambda: self._improves(line.get(self.best_metric)))
+        due = self.config.save_every and self.step % self.config.save_every == 0
+        self.remember(None)
+        if self.step and (best or due or self.step == self.config.steps):
+            with self.timer("save"):
+                self._save()
+                self.processes.by_first(self._prune)
+
+    def _improves(self, value: float | None) -> bool:
+        """Whether the value is better than at every step before; this step is then remembered as the best."""
+        best = self.best["value"]
+        if value is None or not math.isfinite(value) or (best is not None and self.sign * value <= self.sign * best):
+            return False
+        self.best = {"checkpoint": f"checkpoint-{self.step}", "value": value}
+        return True
+
+    def _save(self) -> None:
+        """Write the checkpoint of what is remembered; the weights must still be those."""
+        assert self.unsaved is not None and self.unsaved["num_updates"] == self.learner.num_updates
+        state, self.unsaved = self.unsaved, None
+        folder = self.folder / f"checkpoint-{state['step']}"
+        self.log.sync()
+        settings = self.trainer.settings()
+        checkpoint.save(folder, self.trainer.loaded, self.learner, state | {"settings": settings})
+        for observer in self.trainer.observers:
+            observer.on_save(folder)
+
+    def _prune(self) -> None:
+        checkpoint.prune(self.folder, self.config.save_total_limit, self.best["checkpoint"])
+
+    def _open(self) -> None:
+        """Nothing is changed before all of it is known to be well."""
+        try:
+            chosen, state = self.processes.by_first(self._choose)
+            if chosen is not None:
+                self._resume(chosen, state)
+            self.processes.together(lambda: self._start(state["logs"]) if self.processes.first else None)
+        except BaseException:
+            self._close()
+            raise
+
+    def _close(self) -> None:
+        self.log.close()
+        if self.lock is not None:
+            self.lock.close()
+
+    def _choose(self) -> tuple[Path | None, dict[str, Any]]:
+        """The checkpoint to resume from and what it says, if there is one."""
         check_folder(self.config, self.section)
         self.folder.mkdir(parents=True, exist_ok=True)
         self.lock = lock(self.folder)
-        try:
-            chosen = chosen_checkpoint(self.config)
-            sizes = self._resume(chosen) if chosen is not None else {}
-        except BaseException:
-            self.lock.close()
-            raise
-        start_record(self.folder, self.settings, self.loaded)
+        return chosen_state(self.config, self.trainer.settings()["optimizer"]["kind"])
+
+    def _start(self, sizes: dict[str, int]) -> None:
+        """Write run.json, open the logs, and remove what a future that is now taken again has left."""
+        start_record(self.folder, self.trainer.settings(), self.trainer.loaded, self.processes.size)
         self.log = RunLog(self.folder, sizes)
         later = [path for path in checkpoint.checkpoints(self.folder) if checkpoint.step_of(path) > self.step]
-        if later:  # of the future that is now taken again
+        if later:
             logger.warning("%s removed: the run goes on from step %d.", ", ".join(p.name for p in later), self.step)
         for path in later:
             checkpoint.discard(path)
         self._prune()  # if it was stopped just before
 
-    def close(self) -> None:
-        self.log.close()
-        self.lock.close()
-
-    def lowers_best(self, value: float | None) -> bool:
-        """Whether the value is lower than at every step before; this step is then remembered as the best."""
-        best = self.best["value"]
-        if value is None or not math.isfinite(value) or (best is not None and value >= best):
-            return False
-        self.best = {"checkpoint": f"checkpoint-{self.step}", "value": value}
-        return True
-
-    def save(self) -> Path:
-        """Write this step's checkpoint, and drop those beyond the limit."""
-        folder = self.folder / f"checkpoint-{self.step}"
-        state = {
-            "step": self.step,
-            "num_tokens": self.num_tokens,
-            "best": self.best,
-            "logs": self.log.sizes(),
-            "warned": [],
-            "settings": self.settings,
-        }
-        checkpoint.save(folder, self.loaded, self.learner, state)
-        self._prune()
-        return folder
-
-    def _prune(self) -> None:
-        checkpoint.prune(self.folder, self.config.save_total_limit, self.best["checkpoint"])
-
-    def _resume(self, folder: Path) -> dict[str, int]:
-        """Take up a checkpoint's state; returns what the logs' sizes were."""
-        state = checkpoint.read_state(folder)
-        if state["step"] > self.config.steps:
-            raise ValueError(
-                f"the run has {self.config.steps} steps, but {folder.name} is beyond them; raise trainer.steps, or "
-                "resume from an earlier checkpoint."
-            )
-        RunLog.check(self.folder, state["logs"])
-        checkpoint.restore(folder, self.learner, state["num_updates"])
-        changed = differences(state["settings"], json.loads(json.dumps(self.settings)))
+    def _resume(self, folder: Path, state: dict[str, Any]) -> None:
+        """Take up a checkpoint's state."""
+        self.processes.together(lambda: checkpoint.restore(folder, self.learner, state["num_updates"]))
+        settings = json.loads(json.dumps(self.trainer.settings()))
+        changed = differences(state["settings"], settings)
         if changed:
             logger.warning("resuming with other settings: %s.", "; ".join(changed))
         self.step, self.num_tokens, self.best = state["step"], state["num_tokens"], state["best"]
-        return dict(state["logs"])
+        self.warned, self.pending = set(state["warned"]), state.get("pending")
+        self.guards.restore(state.get("halved", {}), state["settings"], settings)

@@ -9,30 +9,29 @@ the settings it records. Every random number is a function of the seed and the s
 
 from __future__ import annotations
 
-import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
-from sparse_rl.metrics import Timer
 from sparse_rl.model.load import LoadedModel, stop_ids
+from sparse_rl.objective.correction import check_choices
 from sparse_rl.score.head import Head
 from sparse_rl.score.pack import Microbatch, Packable, pack
-from sparse_rl.tasks.supervised import Examples
+from sparse_rl.tasks.supervised import Example, Examples
 from sparse_rl.train.callbacks import Callbacks
 from sparse_rl.train.config import check_run
+from sparse_rl.train.guards import Guards, optimizer_memory
+from sparse_rl.train.layers import Activations, learner_layers
 from sparse_rl.train.learner import Learner, OptimizerConfig
-from sparse_rl.train.master import MasterWeights
 from sparse_rl.train.observer import Observer
 from sparse_rl.train.run import Run
 
 OPTIMIZER = OptimizerConfig(learning_rate=1e-4, schedule="cosine")  # where none is given
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +44,8 @@ class SFTConfig:
     rows_per_step: rows an update learns from
     max_tokens: tokens of a forward, prompts included
     max_grad_norm: gradients are scaled down to this norm
+    activations: what a layer keeps for its backward pass: "keep" (all), "recompute" or "offload" (to host memory)
+    compile: compile the decoder layers on a GPU; takes up to a minute once, and a C compiler
     seed: decides the order of the rows, another one every epoch
     eval_every: steps between evaluations; the start and the end are evaluated in any case
     save_every: steps between checkpoints; the best and the last are saved in any case
@@ -59,6 +60,8 @@ class SFTConfig:
     rows_per_step: int = 64
     max_tokens: int = 8192
     max_grad_norm: float = 1.0
+    activations: Activations = "keep"
+    compile: bool = True
     seed: int = 0
     eval_every: int = 50
     save_every: int = 100
@@ -67,6 +70,7 @@ class SFTConfig:
     report_to: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        check_choices(self, "trainer")
         for field in ("steps", "seed", "eval_every", "save_every"):
             if getattr(self, field) < 0:
                 raise ValueError(f"trainer.{field} is {getattr(self, field)}; it must be at least 0.")
@@ -74,6 +78,36 @@ class SFTConfig:
             if not 0 < getattr(self, field) < math.inf:
                 raise ValueError(f"trainer.{field} is {getattr(self, field)}; it must be above 0.")
         check_run(self)
+
+
+class SFTGuards(Guards):
+    """Speak of rows and of this run's settings."""
+
+    limit, unit = "trainer.max_tokens", "row"
+    smaller = "lower data.max_length, recompute or offload activations, or choose an 8-bit or offloaded optimizer"
+
+    def sized(self, stage: str, settings: dict[str, Any]) -> Any:
+        return [settings["trainer"].get(name) for name in ("max_tokens", "activations")]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BadRows:
+    """An update whose loss or gradient was not finite."""
+
+    rows: Sequence[Example]
+    loss: float
+    grad_norm: float
+    update: int = 0
+
+    def contents(self, rewards: None) -> dict[str, Any]:
+        """All that went into it, for torch.load; lists go over its rows."""
+        return {
+            "loss": self.loss,
+            "grad_norm": self.grad_norm,
+            "prompts": [row.prompt.text for row in self.rows],
+            "prompt_ids": [list(row.prompt.ids) for row in self.rows],
+            "token_ids": [row.token_ids for row in self.rows],
+        }
 
 
 class SFTTrainer:
@@ -104,64 +138,71 @@ class SFTTrainer:
         self.config = replace(config, steps=steps)
         self.observers = (*observers, Callbacks(config.report_to)) if config.report_to else observers
         self._check_vocabulary()
-        masters = MasterWeights(loaded.model)
+        masters = self.optimizer_config.masters(loaded.model)
         self.learner = Learner(
             Head(loaded.model),
             self.optimizer_config.build(masters),
             masters,
             rate=lambda update: self.optimizer_config.rate(update, steps),
         )
-        self.run = Run(self.config, loaded, self.learner, self.settings(), section="data")
-        self.timer = Timer()
+        self.guards = SFTGuards()
+        self.run = Run(self, section="data", best_metric="eval/loss", lower_is_better=True)
 
     @property
     def step(self) -> int:
         return self.run.step
 
     def train(self) -> None:
-        """Run to the last step, from the start or from where `resume_from_checkpoint` says."""
-        config, run = self.config, self.run
-        run.open()
-        try:
-            for observer in self.observers:
-                observer.on_begin(self)
-            if run.step == 0:
-                self._finish_step({}, began=time.perf_counter())
-            while run.step < config.steps:
-                began = time.perf_counter()
-                rows = self.data.stream(run.step * config.rows_per_step, config.rows_per_step, config.seed)
-                with self.timer("update"):
-                    metrics = learn(self.learner, rows, config.max_tokens, config.max_grad_norm)
-                num_tokens = sum(row.num_tokens for row in rows)
-                run.step, run.num_tokens = run.step + 1, run.num_tokens + num_tokens
-                metrics["epoch"] = run.step * config.rows_per_step / len(self.data.train)
-                metrics["train/tokens_per_s"] = num_tokens / self.timer.seconds["time/update_s"]
-                self._finish_step(metrics, began)
-        finally:
-            run.close()
-            for observer in self.observers:
-                observer.on_end()
+        """Run to the last step, from the start or from where `resume_from_checkpoint` says.
+
+        SIGTERM and Ctrl-C save the run and raise `Stopped`, a SystemExit.
+        """
+        with self.run.opened():
+            if self.run.pending is not None:
+                self._finish_step(self.run.pending, began=time.perf_counter())
+            while self.step < self.config.steps:
+                self._take_step()
+
+    def _take_step(self) -> None:
+        """Learn from the next rows, and write down what came of it."""
+        self.guards.check()
+        config, run, began = self.config, self.run, time.perf_counter()
+        rows = self.data.stream(run.step * config.rows_per_step, config.rows_per_step, config.seed)
+        with run.timer("update"):
+            metrics = self.guards.fit(partial(self._learn, rows), config.max_tokens, rows, self.learner)
+        num_tokens = sum(row.num_tokens for row in rows)
+        run.step, run.num_tokens = run.step + 1, run.num_tokens + num_tokens
+        loss, norm = metrics["loss"], metrics["grad_norm"]
+        bad = [] if math.isfinite(loss + norm) else [BadRows(rows=rows, loss=loss, grad_norm=norm)]
+        self.guards.note(bad, 1, None, run.step, run.folder)
+        metrics["update/nonfinite"] = len(bad)
+        metrics["update/max_tokens"] = self.guards.part("update", config.max_tokens)
+        metrics["epoch"] = run.step * config.rows_per_step / len(self.data.train)
+        metrics["train/tokens_per_s"] = num_tokens / run.timer.seconds["time/update_s"]
+        run.remember(metrics)
+        self.guards.check_finite()
+        self.guards.check()
+        self._finish_step(metrics, began)
+
+    def _learn(self, rows: list[Example], max_tokens: int) -> dict[str, float]:
+        compiles = self.config.compile and self.learner.device.type == "cuda"
+        with learner_layers(self.loaded.model, self.config.activations, compiles=compiles):
+            return learn(self.learner, rows, max_tokens, self.config.max_grad_norm, self.guards.check)
 
     def _finish_step(self, metrics: dict[str, float], began: float) -> None:
         """Evaluate if it is time, write the step's line, save if it is time."""
-        config, run = self.config, self.run
-        last = run.step == config.steps
-        line = {"step": run.step, "num_tokens": run.num_tokens, **metrics}
-        if self.data.eval and (run.step == 0 or last or (config.eval_every and run.step % config.eval_every == 0)):
-            with self.timer("eval"):
-                loss = mean_nll(self.learner.head, self.data.eval, config.max_tokens)
-            line |= {"eval/loss": loss, "eval/perplexity": math.exp(loss) if loss < 700 else math.inf}
-        line |= self.timer.seconds | {"step_time": time.perf_counter() - began}
-        self.timer = Timer()
-        run.log.write("metrics.jsonl", line)
-        for observer in self.observers:
-            observer.on_log(line)
-        due = config.save_every and run.step % config.save_every == 0
-        if run.step and (run.lowers_best(line.get("eval/loss")) or last or due):
-            with self.timer("save"):
-                folder = run.save()
-            for observer in self.observers:
-                observer.on_save(folder)
+        evaluates = self.data.eval and self.run.evaluates(self.config.eval_every)
+        self.run.finish_step(metrics | (self._evaluate() if evaluates else {}), began)
+
+    def _evaluate(self) -> dict[str, float]:
+        """The loss of the held-out rows."""
+        max_tokens, rows = self.config.max_tokens, self.data.eval
+        with self.run.timer("eval"):
+            loss = self.guards.fit(self._held_out_loss, max_tokens, rows, self.learner, "an evaluation")
+        return {"eval/loss": loss, "eval/perplexity": math.exp(loss) if loss < 700 else math.inf}
+
+    def _held_out_loss(self, max_tokens: int) -> float:
+        return mean_nll(self.learner.head, self.data.eval, max_tokens, self.guards.check)
 
     def settings(self) -> dict[str, Any]:
         """Every setting of the run, as run.json and the checkpoints have them."""
@@ -183,25 +224,34 @@ class SFTTrainer:
             )
 
 
-def learn(learner: Learner, rows: Sequence[Packable], max_tokens: int, max_grad_norm: float) -> dict[str, float]:
-    """One optimiser step on the mean over all completion tokens of the rows."""
+def learn(
+    learner: Learner,
+    rows: Sequence[Packable],
+    max_tokens: int,
+    max_grad_norm: float,
+    check: Callable[[], None] = lambda: None,  # called where it may stop
+) -> dict[str, float]:
+    """One optimiser step on the mean over all completion tokens of the rows; if it is not finite, nothing moves."""
     num_tokens = sum(len(row.token_ids) for row in rows)
     learner.masters.zero_grad()
     total = torch.zeros((), dtype=torch.float64, device=learner.device)
     for microbatch in pack(rows, max_tokens):
+        check()
         loss = nll(learner.head, microbatch) / num_tokens
         loss.backward()
         total += loss.detach()
-    metrics = {"loss": float(total)} | learner.step(max_grad_norm, skip=False)
-    if metrics["correction/skipped_updates"]:
-        logger.warning("the gradient norm is %s: this update changes nothing.", metrics["grad_norm"])
-    return metrics
+    metrics = {"loss": float(total)}
+    with optimizer_memory():
+        return metrics | learner.step(max_grad_norm, skip=not math.isfinite(metrics["loss"]))
 
 
 @torch.no_grad()
-def mean_nll(head: Head, rows: Sequence[Packable], max_tokens: int) -> float:
+def mean_nll(head: Head, rows: Sequence[Packable], max_tokens: int, check: Callable[[], None] = lambda: None) -> float:
     """The same mean, without learning from it."""
-    total = sum(float(nll(head, microbatch)) for microbatch in pack(rows, max_tokens))
+    total = 0.0
+    for microbatch in pack(rows, max_tokens):
+        check()
+        total += float(nll(head, microbatch))
     return total / sum(len(row.token_ids) for row in rows)
 
 

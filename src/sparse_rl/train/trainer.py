@@ -9,19 +9,14 @@ Every random number is a function of the seed and the step, so a resumed run is 
 from __future__ import annotations
 
 import copy
-import json
-import logging
-import math
 import time
 from dataclasses import asdict, replace
-from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 
 from sparse_rl.evaluate import EvalConfig, summary
 from sparse_rl.kv import Full, KVPolicy
-from sparse_rl.metrics import NoLog, RunLog, Timer
 from sparse_rl.model.load import LoadedModel
 from sparse_rl.model.lora import LoraConfig, add_adapters
 from sparse_rl.objective.advantage import advantages
@@ -32,22 +27,20 @@ from sparse_rl.rollout import Engine, EngineConfig, Sampling
 from sparse_rl.score.base_head import BaseHead
 from sparse_rl.score.head import Head
 from sparse_rl.tasks import Graded, Task
-from sparse_rl.train import checkpoint
 from sparse_rl.train.callbacks import Callbacks
 from sparse_rl.train.config import TrainerConfig, check_model, check_prompts, check_settings
-from sparse_rl.train.folder import check_folder, chosen_state, differences, lock, start_record, task_settings
+from sparse_rl.train.folder import task_settings
 from sparse_rl.train.guards import POOL, GuardedEngine, Guards
 from sparse_rl.train.learner import Learner, OptimizerConfig
 from sparse_rl.train.observer import Observer
 from sparse_rl.train.peaks import MemoryPeaks
 from sparse_rl.train.processes import Processes, watched
 from sparse_rl.train.record import completion_records, engine_metrics, rejected_records, rollout_metrics, warn
+from sparse_rl.train.run import Run
 from sparse_rl.train.shard import ShardedWeights, check_sharded
 from sparse_rl.train.shares import generate, grade, rollout_stats
 from sparse_rl.train.update import UpdateConfig, Updated, update
 from sparse_rl.types import Prompt, Rollout
-
-logger = logging.getLogger(__name__)
 
 
 class Trainer:
@@ -113,13 +106,12 @@ class Trainer:
         self.guards.give_pool = self.engine.release
         self.eval_engines: dict[str, GuardedEngine] = {}  # kept for their graphs
         check_prompts(task, self.engine.context)
-        self.step, self.num_tokens = 0, 0
-        self.pending: dict[str, float] | None = {}  # of the newest step, if it was learnt but not evaluated and logged
-        self.unsaved: dict[str, Any] | None = None  # where the run stands, if no checkpoint says it
-        self.best: dict[str, Any] = {"checkpoint": None, "value": None}
-        self.timer = Timer()
+        self.run = Run(self, section="task", best_metric=self.config.best_metric)
         self.peaks = MemoryPeaks(loaded.model.device)
-        self.warned: set[str] = set()
+
+    @property
+    def step(self) -> int:
+        return self.run.step
 
     @watched
     def train(self) -> None:
@@ -127,51 +119,40 @@ class Trainer:
 
         SIGTERM and Ctrl-C save the run and raise `Stopped`, a SystemExit.
         """
-        self._open()
-        self.guards.listen()
-        try:
-            for observer in self.observers:
-                observer.on_begin(self)
-            if self.pending is not None:
-                self._finish_step(self.pending, began=time.perf_counter())
+        with self.run.opened():
+            if self.run.pending is not None:
+                self._finish_step(self.run.pending, began=time.perf_counter())
             while self.step < self.config.steps:
-                self.guards.check_together(self.learner.device)
-                began = time.perf_counter()
-                rollouts = self._roll_out()
-                stats, rows = rollout_stats(self.engine, self.processes), self.engine.config.rows
-                speed = engine_metrics(rollouts, stats, rows, self.timer.seconds["time/rollout_s"])
-                with self.timer("reward"):
-                    graded = self._grade(rollouts, self.sampling.n)
-                advantages_R = self._advantages(rollouts, graded)
-                with self.timer("update"), self.peaks("update"):
-                    updated = self._learn(rollouts, advantages_R)
-                self.step += 1
-                self._record(rollouts, graded, advantages_R, updated)
-                run, num_updates = Path(self.config.output_dir), self.update_config.num_updates
-                self.guards.note(updated.bad, num_updates, graded.rewards, self.step, run)
-                metrics = rollout_metrics(rollouts, graded, self._groups(rollouts)) | speed | updated.metrics
-                warn(rollouts, metrics, self.kv, self.warned)
-                self._remember(metrics)
-                self.guards.check_finite()
-                self.guards.check_together(self.learner.device)
-                self._finish_step(metrics, began)
-        except BaseException as error:
-            state = self.unsaved
-            whole = state is not None and state["step"] and state["num_updates"] == self.learner.num_updates
-            self.guards.rescue(error, self._save if whole else None, Path(self.config.output_dir))
-            raise
-        finally:
-            self.guards.stop_listening()
-            self._close()
-            for observer in self.observers:
-                observer.on_end()
+                self._take_step()
+
+    def _take_step(self) -> None:
+        """Roll out, grade, learn, and write down what came of it."""
+        self.guards.check_together(self.learner.device)
+        run, began = self.run, time.perf_counter()
+        rollouts = self._roll_out()
+        stats, rows = rollout_stats(self.engine, self.processes), self.engine.config.rows
+        speed = engine_metrics(rollouts, stats, rows, run.timer.seconds["time/rollout_s"])
+        with run.timer("reward"):
+            graded = self._grade(rollouts, self.sampling.n)
+        advantages_R = self._advantages(rollouts, graded)
+        with run.timer("update"), self.peaks("update"):
+            updated = self._learn(rollouts, advantages_R)
+        run.step += 1
+        self._record(rollouts, graded, advantages_R, updated)
+        self.guards.note(updated.bad, self.update_config.num_updates, graded.rewards, self.step, run.folder)
+        metrics = rollout_metrics(rollouts, graded, self._groups(rollouts)) | speed | updated.metrics
+        warn(rollouts, metrics, self.kv, run.warned)
+        run.remember(metrics)
+        self.guards.check_finite()
+        self.guards.check_together(self.learner.device)
+        self._finish_step(metrics, began)
 
     def _roll_out(self) -> list[Rollout]:
         start = self.step * self.config.prompts_per_step
         prompts = self.task.stream(start, self.config.prompts_per_step, self.config.seed)
-        with self.timer("rollout"), self.peaks("rollout"):
+        with self.run.timer("rollout"), self.peaks("rollout"):
             rollouts = self._generate(self.engine, prompts, self._sampling_of(self.step), "rollout")
-        self.num_tokens += sum(len(rollout.prompt.ids) + len(rollout.token_ids) for rollout in rollouts)
+        self.run.num_tokens += sum(len(rollout.prompt.ids) + len(rollout.token_ids) for rollout in rollouts)
         if not self.engine.bounded or POOL in self.guards.halved:
             self.engine.release()  # the update needs the memory
         return rollouts
@@ -182,7 +163,7 @@ class Trainer:
         if self.config.advantage == "remax":
             prompts = [rollout.prompt for rollout in rollouts if rollout.sample == 0]
             once = replace(self._sampling_of(self.step), n=1, temperature=0.0, top_logprobs=0)
-            with self.timer("baseline"):
+            with self.run.timer("baseline"):
                 baseline = self._generate(self.engine, prompts, once, "baseline")
             if not self.engine.bounded or POOL in self.guards.halved:
                 self.engine.release()
@@ -212,35 +193,8 @@ class Trainer:
 
     def _finish_step(self, metrics: dict[str, float], began: float) -> None:
         """Evaluate if it is time, write the step's line, save if it is time."""
-        last = self.step == self.config.steps
-        metrics = {"step": self.step, "num_tokens": self.num_tokens, **metrics}
-        if self.step == 0 or last or (self.eval_config.every and self.step % self.eval_config.every == 0):
-            metrics |= self._evaluate()
-        metrics |= self.peaks.bytes if self.step else {}
-        metrics |= self.timer.seconds | {"step_time": time.perf_counter() - began}
-        self.timer = Timer()
-        self.log.write("metrics.jsonl", metrics)
-        for observer in self.observers:
-            observer.on_log(metrics)
-        best = self.step > 0 and self.processes.by_first(lambda: self._is_best(metrics))
-        due = self.config.save_every and self.step % self.config.save_every == 0
-        self._remember(None)
-        if self.step and (best or last or due):
-            with self.timer("save"):
-                self._save()
-                self.processes.by_first(self._prune)
-
-    def _is_best(self, metrics: dict[str, Any]) -> bool:
-        """Whether this step was evaluated, and better than every one before; it is then remembered as the best."""
-        value = metrics.get(self.config.best_metric)
-        if (
-            value is None
-            or not math.isfinite(value)
-            or (self.best["value"] is not None and value <= self.best["value"])
-        ):
-            return False
-        self.best = {"checkpoint": f"checkpoint-{self.step}", "value": value}
-        return True
+        metrics = metrics | (self._evaluate() if self.run.evaluates(self.eval_config.every) else {})
+        self.run.finish_step(metrics | (self.peaks.bytes if self.step else {}), began)
 
     def _evaluate(self) -> dict[str, float]:
         """Held-out reward with the dense cache and, where it is another, the run's own."""
@@ -252,7 +206,7 @@ class Trainer:
             {"dense": Full()} if isinstance(self.kv, Full) else {"dense": Full(), "sparse": self.kv}
         )
         metrics: dict[str, float] = {}
-        with self.timer("eval"):
+        with self.run.timer("eval"):
             for cache, policy in policies.items():
                 stage = f"eval/{cache}"
                 engine = self.eval_engines.setdefault(
@@ -270,82 +224,9 @@ class Trainer:
         for record in completion_records(
             rollouts, graded, advantages_R, updated, tokenizer, self.config.log_completions
         ):
-            self.log.write("completions.jsonl", {"step": self.step, **record})
+            self.run.log.write("completions.jsonl", {"step": self.step, **record})
         for record in rejected_records(rollouts, updated, tokenizer, self.config.log_rejected):
-            self.log.write("rejected.jsonl", {"step": self.step, **record})
-
-    def _remember(self, pending: dict[str, float] | None) -> None:
-        """Where the run stands now, for a checkpoint; `pending` are a step's metrics that are still to be logged."""
-        self.pending = pending
-        self.unsaved = {
-            "step": self.step,
-            "num_tokens": self.num_tokens,
-            "num_updates": self.learner.num_updates,
-            "best": self.best,
-            "logs": self.log.written(),
-            "warned": sorted(self.warned),
-            "halved": self.guards.state(),
-            "pending": pending,
-        }
-
-    def _save(self) -> None:
-        """Write the checkpoint of what is remembered; the weights must still be those."""
-        assert self.unsaved is not None and self.unsaved["num_updates"] == self.learner.num_updates
-        state, self.unsaved = self.unsaved, None
-        folder = Path(self.config.output_dir) / f"checkpoint-{state['step']}"
-        self.log.sync()
-        checkpoint.save(folder, self.loaded, self.learner, state | {"settings": self.settings()})
-        for observer in self.observers:
-            observer.on_save(folder)
-
-    def _open(self) -> None:
-        """Start the run folder, or take up the run in it. Nothing is changed before all of it is known to be well."""
-        self.lock: IO[str] | None = None
-        self.log: RunLog = NoLog()
-        try:
-            chosen, state = self.processes.by_first(self._choose)
-            if chosen is not None:
-                self._resume(chosen, state)
-            self.processes.together(lambda: self._start(state["logs"]) if self.processes.first else None)
-        except BaseException:
-            self._close()
-            raise
-
-    def _close(self) -> None:
-        self.log.close()
-        if self.lock is not None:
-            self.lock.close()
-
-    def _choose(self) -> tuple[Path | None, dict[str, Any]]:
-        """The checkpoint to resume from and what it says, if there is one."""
-        run = Path(self.config.output_dir)
-        check_folder(self.config)
-        run.mkdir(parents=True, exist_ok=True)
-        self.lock = lock(run)
-        return chosen_state(self.config, self.optimizer_config.kind)
-
-    def _start(self, sizes: dict[str, int]) -> None:
-        """Write run.json, open the logs, and remove what a future that is now taken again has left."""
-        run = Path(self.config.output_dir)
-        start_record(run, self.settings(), self.loaded, self.processes.size)
-        self.log = RunLog(run, sizes)
-        later = [path for path in checkpoint.checkpoints(run) if checkpoint.step_of(path) > self.step]
-        if later:
-            logger.warning("%s removed: the run goes on from step %d.", ", ".join(p.name for p in later), self.step)
-        for path in later:
-            checkpoint.discard(path)
-        self._prune()  # if it was stopped just before
-
-    def _resume(self, folder: Path, state: dict[str, Any]) -> None:
-        """Take up a checkpoint's state."""
-        self.processes.together(lambda: checkpoint.restore(folder, self.learner, state["num_updates"]))
-        settings = json.loads(json.dumps(self.settings()))
-        changed = differences(state["settings"], settings)
-        if changed:
-            logger.warning("resuming with other settings: %s.", "; ".join(changed))
-        self.step, self.num_tokens, self.best = state["step"], state["num_tokens"], state["best"]
-        self.warned, self.pending = set(state["warned"]), state.get("pending")
-        self.guards.restore(state.get("halved", {}), state["settings"], settings)
+            self.run.log.write("rejected.jsonl", {"step": self.step, **record})
 
     def settings(self) -> dict[str, Any]:
         """Every setting of the run, as run.json and the checkpoints have them."""
@@ -365,9 +246,6 @@ class Trainer:
             "eval": asdict(self.eval_config),
             "trainer": asdict(self.config),
         }
-
-    def _prune(self) -> None:
-        checkpoint.prune(Path(self.config.output_dir), self.config.save_total_limit, self.best["checkpoint"])
 
     def _reference(self) -> Head:
         """The model as it is now: the module without its adapters, or a copy."""
