@@ -65,3 +65,23 @@ def test_an_error_leaves_the_model_as_it_was():
     with pytest.raises(RuntimeError), learner_layers(model, "recompute", compiles=False):
         raise RuntimeError
     assert all("forward" not in layer.__dict__ for layer in decoder_layers(model))
+
+
+def test_layers_that_cannot_be_compiled_run_as_they_are(monkeypatch, caplog):
+    from torch._dynamo.exc import TorchDynamoException
+
+    from sparse_rl.train import layers
+
+    def refuse(forward):
+        def run(*args, **kwargs):
+            raise TorchDynamoException("no compiler")
+
+        return run
+
+    monkeypatch.setattr(layers, "_compiled", refuse)
+    monkeypatch.setattr(layers, "UNCOMPILED", set())
+    model = tiny_model("qwen2", dtype=torch.float64)
+    expected, _ = gradients(model, "cpu", "keep")
+    got, _ = gradients(model, "cpu", "keep", compiles=True)
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+    assert caplog.text.count("cannot be compiled (no compiler)") == 1

@@ -8,19 +8,24 @@ offload     the same, and the inputs wait in host memory
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import lru_cache, partial
 from typing import Any, Literal
 
 import torch
+from torch._dynamo.exc import TorchDynamoException
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from sparse_rl.model.attention import keep_out_of_compiled_code
-from sparse_rl.rollout.decoder import COMPILER, MAX_VARIANTS
+from sparse_rl.rollout.decoder import COMPILER, MAX_VARIANTS, first_line
 
+logger = logging.getLogger(__name__)
+
+UNCOMPILED: set[Callable[..., Any]] = set()  # forwards that cannot be
 Activations = Literal["keep", "recompute", "offload"]
 
 
@@ -32,7 +37,7 @@ def learner_layers(model: PreTrainedModel, activations: Activations, *, compiles
         keep_out_of_compiled_code()
     try:
         for layer in layers:
-            forward = partial(_compiled(type(layer).forward), layer) if compiles else layer.forward
+            forward = partial(_run_compiled, layer) if compiles else layer.forward
             layer.forward = _wrapped(forward, activations)
         with torch._dynamo.config.patch(recompile_limit=MAX_VARIANTS) if compiles else nullcontext():
             yield
@@ -49,6 +54,18 @@ def decoder_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
 def _compiled(forward: Callable[..., Any]) -> Callable[..., Any]:
     """One for all layers of a kind: they differ in their parameters alone."""
     return torch.compile(forward, dynamic=True, options=COMPILER)
+
+
+def _run_compiled(layer: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """The layer compiled; a kind that cannot be compiled runs as it is, which is said once."""
+    plain = type(layer).forward
+    if plain not in UNCOMPILED:
+        try:
+            return _compiled(plain)(layer, *args, **kwargs)
+        except TorchDynamoException as error:
+            UNCOMPILED.add(plain)
+            logger.warning("the decoder layers cannot be compiled (%s); they learn as they are.", first_line(error))
+    return plain(layer, *args, **kwargs)
 
 
 def _wrapped(forward: Callable[..., Any], activations: Activations) -> Callable[..., Any]:
