@@ -34,7 +34,6 @@ from sparse_rl.rollout.decoder import first_line
 from sparse_rl.score import score
 from sparse_rl.score.head import Head
 from sparse_rl.train.learner import Learner, OptimizerConfig
-from sparse_rl.train.master import MasterWeights
 from sparse_rl.train.update import UpdateConfig, update
 from sparse_rl.types import KVStats, Prompt, Rollout
 
@@ -112,7 +111,7 @@ def measure_learner(
     say(f"making a random {config.shape} on {device}")
     loaded = random_model(config.shape, device, dtype, config.seed)
     rollouts = make_rollouts(config, loaded)
-    masters = MasterWeights(loaded.model)
+    masters = optimizer.masters(loaded.model)
     learner = Learner(Head(loaded.model), optimizer.build(masters), masters)
     advantages = torch.tensor([1.0, -1.0]).repeat(config.sequences // 2)
     groups = [i // GROUP for i in range(config.sequences)]

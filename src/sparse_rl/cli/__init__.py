@@ -21,7 +21,7 @@ commands:
   generate   sample from a model whose KV cache is compressed while it decodes
   report     one HTML page with plots and tables of one or several runs
   export     a checkpoint as a plain Hugging Face model, adapters merged
-  bench      how fast rollouts are, against the roofline and against other engines
+  bench      how fast rollouts and updates are, against the hardware and against others
 
 `sparse-rl COMMAND --help` lists the settings of a command.
 """

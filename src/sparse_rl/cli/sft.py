@@ -52,6 +52,8 @@ def run(arguments: list[str]) -> None:
         print(to_yaml(sections), end="")
         return
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        if os.environ.get("RANK", "0") != "0":
+            sys.exit(2)  # the first process says it
         raise ValueError("sparse-rl sft runs in one process; start it without torchrun.")
     from sparse_rl.report.live import SupervisedLive
 

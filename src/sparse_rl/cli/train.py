@@ -82,6 +82,10 @@ def run(arguments: list[str]) -> None:
             print("\n".join(plan_comments(settings, parts)))
         else:
             _train(settings, task, parts, processes)
+    if processes.grouped:  # torch's threads, torn down with the interpreter, at times abort a process that is done
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(0)
 
 
 def _train(settings: Namespace, task: Any, parts: dict[str, Any], processes: Processes) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
@@ -119,7 +120,7 @@ def merge(
     model.to(torch.promote_types(torch.promote_types(model.dtype, dtype), torch.float32))  # type: ignore[arg-type]
     try:
         adapted = _peft(f"{folder} is an adapter").PeftModel.from_pretrained(model, str(folder))
-    except (OSError, RuntimeError, ValueError, KeyError) as error:
+    except (OSError, RuntimeError, ValueError, KeyError, SafetensorError) as error:
         first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(f"the adapter in {folder} does not fit its base model: {first_line}") from error
     for name, parameter in model.named_parameters():

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from tokenizers import decoders, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, GgufConfig, PreTrainedTokenizerFast
 
@@ -50,7 +51,7 @@ def converted() -> Path | None:
             fcntl.flock(lock, fcntl.LOCK_EX)  # released with the file; whoever waited finds the folder made
             if not is_whole(folder):
                 _make(folder, source)
-    except OSError as error:
+    except (OSError, RuntimeError, SafetensorError) as error:  # each library has its own word for a full disk
         raise ValueError(
             f"SmolLM2 could not be converted into {folder} ({error}); make room there, or set SPARSE_RL_CACHE to "
             "another folder."

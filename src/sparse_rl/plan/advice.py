@@ -124,13 +124,13 @@ def _activations(kind: str) -> Change:
 
 
 def _optimizer_to_host(plan: Plan) -> tuple[str, Run] | None:
-    if plan.run.on_host or plan.run.lora or not plan.device.cuda:
+    if plan.run.on_host or plan.run.lora or plan.run.ranks > 1 or not plan.device.cuda:
         return None
     return "optimizer.offload true", replace(plan.run, on_host=True)
 
 
 def _moments_in_8bit(plan: Plan) -> tuple[str, Run] | None:
-    if plan.run.moments == "8bit" or plan.run.on_host or plan.run.lora:
+    if plan.run.moments == "8bit" or plan.run.on_host or plan.run.lora or plan.run.ranks > 1:
         return None
     return "optimizer.kind adamw_8bit", replace(plan.run, moments="8bit")
 
@@ -163,6 +163,8 @@ def _smaller_budget(plan: Plan) -> tuple[str, Run] | None:
 
 def _more_ranks(plan: Plan) -> tuple[str, Run] | None:
     """The fewest processes that fit by themselves, else twice as many."""
+    if plan.run.on_host or plan.run.moments == "8bit":
+        return None  # neither is sharded
     ranks = 2 * plan.run.ranks
     while ranks < MAX_RANKS and not make_plan(plan.size, replace(plan.run, ranks=ranks), plan.device).fits:
         ranks *= 2
@@ -173,7 +175,7 @@ def _more_ranks(plan: Plan) -> tuple[str, Run] | None:
 
 
 def _lora(plan: Plan) -> tuple[str, Run] | None:
-    if plan.run.lora or plan.run.ranks > 1:
+    if plan.run.lora:
         return None
     return f"lora.r {LORA_RANK}", replace(plan.run, lora=plan.size.adapters(LORA_RANK))
 

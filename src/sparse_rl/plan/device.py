@@ -9,6 +9,7 @@ from difflib import get_close_matches
 
 import torch
 
+from sparse_rl.model.load import check_device
 from sparse_rl.plan.memory import Device
 
 # GiB that torch reports, about; the device at hand is asked.
@@ -52,6 +53,7 @@ def choose_device(device: str, *, gpu: str | None = None, memory: str | None = N
                 f"device {device!r} is not on this machine; `sparse-rl plan` takes --gpu NAME or --memory BYTES."
             ) from error
         return Device(name=properties.name, memory=properties.total_memory)
+    check_device(device)
     host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return Device(name="this machine's CPU", memory=host, cuda=False)
 
@@ -61,7 +63,7 @@ def parse_bytes(text: str) -> int:
     match = re.fullmatch(r"\s*([\d.]+(?:e\d+)?)\s*([a-z]*)\s*", text, flags=re.IGNORECASE)
     try:
         count = int(float(match[1]) * UNITS[match[2].upper()]) if match else 0
-    except (ValueError, KeyError):
+    except (ValueError, KeyError, OverflowError):
         count = 0
     if count < 1:
         raise ValueError(f"--memory is {text!r}; write bytes, or a number with GB or GiB, as in 80GB.")

@@ -220,6 +220,10 @@ def _resident(size: ModelSize, run: Run) -> list[Footprint]:
             where="host" if run.on_host else "device",
         ),
     ]
+    if run.lora and run.ranks > 1:
+        base = -(-size.parameters // run.ranks)
+        text = f"{size.parameters:,} / {run.ranks} ranks x {item}"
+        lines.append(Footprint(name="the learner's base", bytes=base * item, stages=ALWAYS, formula=text))
     if run.reference and not run.lora:  # under LoRA it is the model without its adapters
         lines.append(
             Footprint(
@@ -365,13 +369,14 @@ def _learning(size: ModelSize, run: Run, device: Device) -> list[Footprint]:
             )
         )
     if run.ranks > 1:
-        gathered = 0 if run.lora else size.layer + size.around
+        gathered = size.layer + size.around
         lines.append(
             Footprint(
                 name="gathered parameters",
-                bytes=gathered * (item + 4),
+                bytes=gathered * (item if run.lora else item + 4),
                 stages=LEARNING,
-                formula=f"one layer, embedding and head: {gathered:,} x {item}, their gradients x 4",
+                formula=f"one layer, embedding and head: {gathered:,} x {item}"
+                + ("" if run.lora else ", their gradients x 4"),
             )
         )
     return lines

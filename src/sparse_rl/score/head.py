@@ -25,7 +25,7 @@ CHUNK_LOGITS = {"cpu": 1 << 24, "cuda": 1 << 28}  # held at once; fewer make slo
 class TokenScores:
     """Of T tokens; the last three only on request, and without gradient."""
 
-    logprobs: torch.Tensor  # (T,) fp32, of the given tokens
+    logprobs: torch.Tensor  # (T,) fp32 (fp64 of an fp64 model), of the given tokens
     at_ids: torch.Tensor | None = None  # (T, k) fp32, at the given ids
     top_ids: torch.Tensor | None = None  # (T, m) int64, most likely first
     top_logprobs: torch.Tensor | None = None  # (T, m) fp32
@@ -115,7 +115,7 @@ class FusedScores(torch.autograd.Function):
             def logprobs(ids: torch.Tensor, logits: torch.Tensor = logits, lse: torch.Tensor = lse) -> torch.Tensor:
                 return logits.gather(-1, ids).to(lse.dtype) / temperature - lse[:, None]
 
-            found = [logprobs(token_ids[part, None])[:, 0].float(), lse]
+            found = [logprobs(token_ids[part, None])[:, 0], lse]
             found += [logprobs(at_ids[part]).float()] if at_ids is not None else []
             if num_top:
                 top_ids = most_likely(logits, num_top)[1]
@@ -182,7 +182,7 @@ def _scores(
     logprobs = torch.log_softmax(logits / temperature, dim=-1)
     top = logprobs.detach().topk(num_top, dim=-1) if num_top else None
     return TokenScores(
-        logprobs=logprobs.gather(-1, token_ids[:, None])[:, 0].float(),
+        logprobs=logprobs.gather(-1, token_ids[:, None])[:, 0],
         at_ids=None if at_ids is None else logprobs.detach().gather(-1, at_ids).float(),
         top_ids=None if top is None else top.indices,
         top_logprobs=None if top is None else top.values.float(),

@@ -57,7 +57,7 @@ def score(
     at_top = None if completions.top_logprobs is None else torch.zeros_like(completions.top_logprobs)
     for microbatch in pack(rollouts, max_tokens):
         scores = score_microbatch(head, completions, microbatch, temperature, at_top=True)
-        logprobs[microbatch.tokens] = scores.logprobs
+        logprobs[microbatch.tokens] = scores.logprobs.float()
         if at_top is not None and scores.at_ids is not None:
             at_top[microbatch.tokens] = scores.at_ids
     lengths = [len(rollout.token_ids) for rollout in rollouts]

@@ -23,13 +23,18 @@ class Batch:
     """Rollouts with what is known of their T completion tokens; dense log-probs are nan until a forward has looked."""
 
     def __init__(
-        self, rollouts: list[Rollout], completions: Completions, advantages: torch.Tensor, loss: LossConfig
+        self,
+        rollouts: list[Rollout],
+        completions: Completions,
+        advantages: torch.Tensor,
+        loss: LossConfig,
+        dtype: torch.dtype = torch.float32,  # of dense log-probs
     ) -> None:
         self.rollouts, self.completions, self.advantages, self.loss = rollouts, completions, advantages, loss
         self.rows, self.num_rows, device = completions.rows, len(rollouts), completions.rows.device
-        self.dense_logprobs = torch.full_like(completions.sampler_logprobs, math.nan)
+        self.dense_logprobs = torch.full_like(completions.sampler_logprobs, math.nan, dtype=dtype)
         names = OVERLAPS if completions.top_ids is not None else ()
-        self.overlap = {name: torch.full_like(self.dense_logprobs, math.nan) for name in names}
+        self.overlap = {name: torch.full_like(completions.sampler_logprobs, math.nan) for name in names}
         self.observed: list[torch.Tensor] = []  # tokens of which only this process knows
         self.losses: list[tuple[tuple[int, ...], torch.Tensor]] = []  # of the microbatches learnt from, with their rows
         truncated = torch.tensor([rollout.finish_reason == "length" for rollout in rollouts], device=device)

@@ -119,7 +119,9 @@ def check_settings(sampling: Sampling, update: UpdateConfig, kv: KVPolicy, confi
 
 
 def check_model(model: PreTrainedModel) -> None:
-    """The learner's log-probs must be the sampler's."""
+    """The learner's log-probs must be the sampler's, and its gradients must be numbers."""
+    if model.dtype == torch.float16:
+        raise ValueError("dtype is float16, in which small gradients become 0; train in bfloat16 or float32.")
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Dropout) and module.p > 0:
             raise ValueError(f"the model has dropout {module.p} in {name}; set it to 0 in its config.")

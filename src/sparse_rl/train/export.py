@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from sparse_rl.model import lora
 from sparse_rl.model.load import load
@@ -24,8 +24,7 @@ def export(folder: Path, output: Path, dtype: torch.dtype | None = None) -> None
         raise ValueError(f"{output} exists and is not overwritten; choose another name or remove it.")
     if not folder.is_dir():
         raise ValueError(f"{folder} is no folder; give a checkpoint of a run, like runs/first/checkpoint-10.")
-    model = _model(folder, dtype)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model, tokenizer = _model(folder, dtype)
     temporary = output.with_name(f".{output.name}.{os.getpid()}")
     try:
         model.save_pretrained(temporary)
@@ -33,23 +32,28 @@ def export(folder: Path, output: Path, dtype: torch.dtype | None = None) -> None
         checkpoint.publish(temporary, output)
     except (OSError, RuntimeError, SafetensorError) as error:  # each library has its own word for a full disk
         first_line = str(error).strip().splitlines()[0]
-        raise OSError(f"{output} could not be written ({first_line}); make room on the disk.") from error
+        raise OSError(
+            f"{output} could not be written ({first_line}); make room on the disk, or choose another place."
+        ) from error
     finally:
         checkpoint.remove(temporary)
 
 
-def _model(folder: Path, dtype: torch.dtype | None) -> PreTrainedModel:
+def _model(folder: Path, dtype: torch.dtype | None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     adapted, of_a_run = (folder / lora.ADAPTER).is_file(), (folder / checkpoint.STATE).is_file()
     if adapted and not of_a_run:
-        return load(str(folder), dtype=dtype).model
-    trained = getattr(torch, checkpoint.read_state(folder)["settings"]["dtype"])
+        loaded = load(str(folder), dtype=dtype)
+        return loaded.model, loaded.tokenizer
+    settings = checkpoint.read_state(folder)["settings"]
+    trained = getattr(torch, settings.get("dtype", "float32"))
     masters, dtype = checkpoint.read_masters(folder), dtype or trained
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     if adapted:
         model = load(lora.base_name(folder), dtype=trained).model
         lora.merge(model, folder, dtype=dtype, masters=masters)
-        return model
+        return model, tokenizer
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(masters.get(name, parameter))
-    return model
+    return model, tokenizer

@@ -24,7 +24,7 @@ from sparse_rl.score.head import Head
 from sparse_rl.score.pack import Microbatch, Packable, pack
 from sparse_rl.tasks.supervised import Example, Examples
 from sparse_rl.train.callbacks import Callbacks
-from sparse_rl.train.config import check_run
+from sparse_rl.train.config import check_model, check_run
 from sparse_rl.train.guards import Guards, optimizer_memory
 from sparse_rl.train.layers import Activations, learner_layers
 from sparse_rl.train.learner import Learner, OptimizerConfig
@@ -138,6 +138,7 @@ class SFTTrainer:
         self.config = replace(config, steps=steps)
         self.observers = (*observers, Callbacks(config.report_to)) if config.report_to else observers
         self._check_vocabulary()
+        check_model(loaded.model)
         masters = self.optimizer_config.masters(loaded.model)
         self.learner = Learner(
             Head(loaded.model),

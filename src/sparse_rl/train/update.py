@@ -129,7 +129,8 @@ def update(
     Until the first has been taken the guards may stop it; what does not fit into memory they try again in smaller bits.
     """
     guards, first_update = guards or Guards(), learner.num_updates
-    batch = Batch(rollouts, flatten(rollouts, learner.device), advantages.to(learner.device), loss)
+    wide = torch.promote_types(learner.head.model.dtype, torch.float32)
+    batch = Batch(rollouts, flatten(rollouts, learner.device), advantages.to(learner.device), loss, wide)
     num_top = 0 if batch.completions.top_ids is None else min(TOP, batch.completions.top_ids.shape[1])
     skip = config.skip_zero_rows and not correction.needs_batch  # a batch statistic runs over every token
     sampled, stands_for = _sample(batch.idle, skip, generator)
@@ -175,7 +176,7 @@ def update(
     metrics["update/max_tokens"] = guards.part("update", config.max_tokens)
     metrics["train/working_frac"] = len(batch.working) / batch.num_rows
     lengths = [len(rollout.token_ids) for rollout in rollouts]
-    dense = batch.dense_logprobs.cpu().split(lengths)
+    dense = batch.dense_logprobs.float().cpu().split(lengths)
     return Updated(metrics=metrics, dense_logprobs=dense, accepted=accepted.cpu(), bad=tuple(bad))
 
 
