@@ -98,6 +98,11 @@ def test_recipes_and_models_at_hand_need_no_download():
         (["--shpe", "tiny"], ["did you mean --shape?"]),
         (["--dry-run"], ["dry-run"]),
         (["--top_p", "0.5"], ["sampling.top_p is 0.5"]),
+        (["--gpu", "h200", "--ranks", "2", "--optimizer.kind", "adamw_8bit"], ["adamw_8bit", "under torchrun"]),
+        (["--gpu", "h200", "--ranks", "2", "--optimizer.offload", "true"], ["offload is true", "under torchrun"]),
+        (["--gpu", "h200", "--engine.rows", "10000000000000"], ["engine.rows is 10000000000000", "at most"]),
+        (["--memory", "1e400GB"], ["--memory is '1e400GB'"]),
+        (["--device", "tpu"], ["device 'tpu' cannot be used here"]),
     ],
     ids=lambda value: " ".join(value)[:30],
 )
@@ -106,6 +111,12 @@ def test_errors_are_one_sentence(arguments, parts):
     assert (code, out) == (2, "") and err.startswith("sparse-rl: error: ") and len(err.splitlines()) == 1
     for part in parts:
         assert part in err
+
+
+def test_advice_for_several_processes_names_nothing_they_refuse():
+    code, out, _ = run("plan", "--shape", "qwen2.5-7b", "--ranks", "2", "--gpu", "a100-40")
+    assert code == 1 and "--lora.r" in out
+    assert "optimizer.offload" not in out and "adamw_8bit" not in out
 
 
 def test_a_dry_run_has_the_plan_behind_its_settings():

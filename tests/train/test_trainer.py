@@ -252,6 +252,11 @@ def test_dropout_is_refused(tmp_path):
         small_trainer(tmp_path / "run", loaded=loaded)
 
 
+def test_half_precision_without_a_range_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"dtype is float16, in which small gradients become 0; train in bfloat16"):
+        small_trainer(tmp_path / "run", loaded=load("embedded", dtype=torch.float16))
+
+
 def test_observers_are_told_and_the_run_ends_for_them_even_when_it_fails(tmp_path):
     events = []
 
