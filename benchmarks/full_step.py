@@ -12,146 +12,150 @@ as a run that may not preempt would. `--lora R` trains adapters.
 from __future__ import annotations
 
 import argparse
-import json
 import time
-from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from sparse_rl.bench.record import merge, provenance
-from sparse_rl.bench.roofline import device_limits
-from sparse_rl.kv import RKV, Full
+from sparse_rl.kv import RKV, Full, KVPolicy
+from sparse_rl.model.load import LoadedModel
 from sparse_rl.model.lora import LoraConfig, add_adapters
 from sparse_rl.model.shapes import random_model
 from sparse_rl.objective.advantage import advantages
 from sparse_rl.objective.correction import PRESETS
 from sparse_rl.objective.loss import LossConfig
 from sparse_rl.objective.mismatch import overlap_ids
-from sparse_rl.plan import Run, choose_device, make_plan, model_size, summary
+from sparse_rl.plan import Plan, Run, choose_device, make_plan, model_size, summary
 from sparse_rl.rollout import EngineConfig, Sampling
 from sparse_rl.score.head import Head
 from sparse_rl.train.guards import GuardedEngine, Guards
 from sparse_rl.train.learner import Learner, OptimizerConfig
 from sparse_rl.train.peaks import MemoryPeaks
 from sparse_rl.train.update import UpdateConfig, update
-from sparse_rl.types import Prompt
+from sparse_rl.types import Prompt, Rollout
 
 GROUP = 8
 
 
 def main() -> None:
     args = parsed()
-    device = torch.device(args.device)
-    dtype = torch.bfloat16
-    kv = Full() if args.dense else RKV(budget=args.budget, interval=args.interval)
-    lora = LoraConfig(r=args.lora) if args.lora else None
-    optimizer = OptimizerConfig(kind=args.optimizer, offload=args.offload)
-    config = UpdateConfig(max_tokens=args.max_tokens, activations=args.activations, compile=device.type == "cuda")
-    began = time.perf_counter()
-    loaded = random_model(args.shape, device, dtype)
-    size = model_size(loaded.model.config, args.shape, dtype)
-    plan = make_plan(
-        size,
-        Run(
-            kv=kv,
-            rows=args.sequences,
-            requests=args.sequences,
-            prompt=args.prompt,
-            completion=args.response,
-            max_tokens=args.max_tokens,
-            top_logprobs=overlap_ids(loaded.vocab_size),
-            activations=args.activations,
-            moments="8bit" if args.optimizer == "adamw_8bit" else "fp32",
-            on_host=args.offload,
-            lora=size.adapters(args.lora) if args.lora else 0,
-        ),
-        choose_device(args.device),
-    )
+    device, kv = torch.device(args.device), Full() if args.dense else RKV(budget=args.budget, interval=args.interval)
+    loaded = random_model(args.shape, device, torch.bfloat16)
+    plan = planned(args, loaded, kv)
     print(f"plan: {summary(plan)}", flush=True)
-    if lora is not None:
-        add_adapters(loaded.model, lora, seed=0)
-    masters = optimizer.masters(loaded.model)
-    learner = Learner(Head(loaded.model), optimizer.build(masters), masters)
-    for group in learner.optimizer.param_groups:  # moments exist from the first step on; here they are made before it
-        for parameter in group["params"] if not args.offload else ():
-            parameter.grad = torch.zeros_like(parameter)
-            learner.optimizer.step()
-            parameter.grad = None
     guards, peaks = Guards(), MemoryPeaks(device)
+    learner = make_learner(args, loaded)
     pages = plan.pages_wanted if args.pool else None
     engine = GuardedEngine(loaded, kv, EngineConfig(rows=args.sequences, pool_pages=pages), guards, "rollout")
     guards.give_pool = engine.release
-    prompts = [
-        Prompt(ids=tuple(row))
-        for row in torch.randint(0, loaded.vocab_size, (args.sequences // GROUP, args.prompt)).tolist()
-    ]
-    sampling = Sampling(
-        n=GROUP, max_tokens=args.response, stop_ids=(), top_logprobs=overlap_ids(loaded.vocab_size), seed=1
-    )
-    print(f"ready after {time.perf_counter() - began:.0f} s", flush=True)
-
     began = time.perf_counter()
     with peaks("rollout"):
-        rollouts = engine.generate(prompts, sampling)
+        rollouts = roll_out(args, engine)
     rollout_s = time.perf_counter() - began
-    capture_s = engine.stats.capture_s if engine.stats else 0.0
-    print(f"rollout {rollout_s:.1f} s, {capture_s:.1f} s of it capturing", flush=True)
+    assert engine.stats is not None
+    print(f"rollout {rollout_s:.1f} s, {engine.stats.capture_s:.1f} s of it capturing", flush=True)
     if not engine.bounded:
         engine.release()
-    groups = [i // GROUP for i in range(len(rollouts))]
-    rewards = torch.randn(len(rollouts), dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     began = time.perf_counter()
     with peaks("update"):
-        updated = update(
-            learner,
-            rollouts,
-            advantages(rewards, torch.tensor(groups), "grpo", None),
-            groups,
-            PRESETS["none"]
-            if args.dense
-            else PRESETS["reweight_only"],  # random weights: a veto would reject nearly all
-            LossConfig(),
-            config,
-            temperature=1.0,
-            max_length=args.response,
-            generator=torch.Generator().manual_seed(0),
-            guards=guards,
-        )
+        grad_norm = learn(args, learner, rollouts, guards)
     update_s = time.perf_counter() - began
     tokens = sum(len(rollout.prompt.ids) + len(rollout.token_ids) for rollout in rollouts)
-    planned = {
-        "rollout": plan.held("rollout", driver=False),
-        "update": plan.held(plan.learning, driver=False),
+    stages = {"rollout": "rollout", "update": plan.learning}
+    results: dict[str, Any] = {
+        "rollout_s": rollout_s,
+        "capture_s": engine.stats.capture_s,
+        "rollout_tokens_per_s": sum(len(r.token_ids) for r in rollouts) / (rollout_s - engine.stats.capture_s),
+        "preemptions": engine.stats.num_preemptions,
+        "update_s": update_s,
+        "update_tokens_per_s": tokens / update_s,
+        "grad_norm": grad_norm,
+        "halved": guards.state(),
+        "plan": summary(plan),
+        "planned_bytes": {name: plan.held(stage, driver=False) for name, stage in stages.items()},
+        "measured_bytes": {name: int(peaks.bytes.get(f"memory/{name}_peak_bytes", 0)) for name in stages},
     }
-    measured = {stage: int(peaks.bytes.get(f"memory/{stage}_peak_bytes", 0)) for stage in planned}
-    record = {
-        "label": label(args),
-        "command": command(args),
-        **provenance(device),
-        "settings": {**{k: v for k, v in vars(args).items() if k != "output"}, "kv": {"policy": kv.name, **asdict(kv)}},
-        "results": {
-            "rollout_s": rollout_s,
-            "capture_s": capture_s,
-            "rollout_tokens_per_s": sum(len(r.token_ids) for r in rollouts) / (rollout_s - capture_s),
-            "preemptions": engine.stats.num_preemptions if engine.stats else 0,
-            "update_s": update_s,
-            "update_tokens_per_s": tokens / update_s,
-            "flops": device_limits(torch.cuda.get_device_name(), dtype)[1] if device.type == "cuda" else None,
-            "grad_norm": updated.metrics["grad_norm"],
-            "halved": guards.state(),
-            "planned_bytes": planned,
-            "measured_bytes": measured,
-            "plan": summary(plan),
-        },
-    }
-    for stage in planned:
-        ratio = planned[stage] / measured[stage] if measured[stage] else float("nan")
-        print(f"{stage}: planned {planned[stage] / 1e9:.1f} GB, measured {measured[stage] / 1e9:.1f} GB ({ratio:.3f})")
-    print(f"update {update_s:.1f} s, {tokens / update_s:,.0f} tok/s, grad norm {record['results']['grad_norm']:.3g}")
-    print(json.dumps(guards.state()))
+    for name, most in results["measured_bytes"].items():
+        expected = results["planned_bytes"][name]
+        ratio = f" ({expected / most:.3f} of it planned)" if most else ""
+        print(f"{name}: planned {expected / 1e9:.1f} GB, measured {most / 1e9:.1f} GB{ratio}")
+    print(
+        f"update {update_s:.1f} s, {tokens / update_s:,.0f} tok/s, grad norm {grad_norm:.3g}, halved {guards.state()}"
+    )
     if args.output:
-        merge(args.output, record)
+        settings = {k: v for k, v in vars(args).items() if k != "output"}
+        merge(
+            args.output,
+            {
+                "label": label(args),
+                "command": command(args),
+                **provenance(device),
+                "settings": settings,
+                "results": results,
+            },
+        )
+
+
+def planned(args: argparse.Namespace, loaded: LoadedModel, kv: KVPolicy) -> Plan:
+    size = model_size(loaded.model.config, args.shape, torch.bfloat16)
+    run = Run(
+        kv=kv,
+        rows=args.sequences,
+        requests=args.sequences,
+        prompt=args.prompt,
+        completion=args.response,
+        max_tokens=args.max_tokens,
+        top_logprobs=overlap_ids(loaded.vocab_size),
+        activations=args.activations,
+        moments="8bit" if args.optimizer == "adamw_8bit" else "fp32",
+        on_host=args.offload,
+        lora=size.adapters(args.lora) if args.lora else 0,
+    )
+    return make_plan(size, run, choose_device(args.device))
+
+
+def make_learner(args: argparse.Namespace, loaded: LoadedModel) -> Learner:
+    """The learner as it is from the second step on: with the optimiser's moments, if they are on the GPU."""
+    if args.lora:
+        add_adapters(loaded.model, LoraConfig(r=args.lora), seed=0)
+    optimizer = OptimizerConfig(kind=args.optimizer, offload=args.offload)
+    masters = optimizer.masters(loaded.model)
+    learner = Learner(Head(loaded.model), optimizer.build(masters), masters)
+    for master in masters.masters if not args.offload else ():  # one by one: all gradients at once would not fit
+        master.grad = torch.zeros_like(master)
+        learner.optimizer.step()
+        master.grad = None
+    return learner
+
+
+def roll_out(args: argparse.Namespace, engine: GuardedEngine) -> list[Rollout]:
+    vocabulary = engine.loaded.vocab_size
+    ids = torch.randint(0, vocabulary, (args.sequences // GROUP, args.prompt)).tolist()
+    sampling = Sampling(n=GROUP, max_tokens=args.response, stop_ids=(), top_logprobs=overlap_ids(vocabulary), seed=1)
+    return engine.generate([Prompt(ids=tuple(row)) for row in ids], sampling)
+
+
+def learn(args: argparse.Namespace, learner: Learner, rollouts: list[Rollout], guards: Guards) -> float:
+    """One update with drawn rewards; the norm of its gradient."""
+    groups = [i // GROUP for i in range(len(rollouts))]
+    rewards = torch.randn(len(rollouts), dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    preset = "none" if args.dense else "reweight_only"  # random weights: a veto would reject nearly all
+    updated = update(
+        learner,
+        rollouts,
+        advantages(rewards, torch.tensor(groups), "grpo", None),
+        groups,
+        PRESETS[preset],
+        LossConfig(),
+        UpdateConfig(max_tokens=args.max_tokens, activations=args.activations),
+        temperature=1.0,
+        max_length=args.response,
+        generator=torch.Generator().manual_seed(0),
+        guards=guards,
+    )
+    return updated.metrics["grad_norm"]
 
 
 def parsed() -> argparse.Namespace:

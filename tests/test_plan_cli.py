@@ -3,28 +3,16 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 
 import pytest
 import yaml
+from test_train_cli import run
 
-from sparse_rl.cli import main
 from sparse_rl.cli.plan import warn_of_memory
-from sparse_rl.cli.train import _parser, read
+from sparse_rl.cli.train import read, train_parser
 
 SHAPE = ["--shape", "qwen2.5-1.5b", "--sampling.max_tokens", "4096"]
-
-
-def run(*arguments: str) -> tuple[int, str, str]:
-    out, err, code = io.StringIO(), io.StringIO(), 0
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        try:
-            main(list(arguments))
-        except SystemExit as exit:
-            code = exit.code
-    return code, out.getvalue(), err.getvalue()
 
 
 def plan(*arguments: str) -> tuple[int, dict]:
@@ -141,7 +129,7 @@ def test_training_warns_before_it_loads_what_will_not_fit(monkeypatch, caplog):
     from sparse_rl.plan import Device
 
     arguments = ["--model", "Qwen/Qwen2.5-7B", "--device", "cuda", "--dtype", "bfloat16"]
-    settings, _, parts = read(arguments, _parser())
+    settings, _, parts = read(arguments, train_parser())
     for memory, warned in ((24e9, True), (1e15, False)):
         device = Device(name="some", memory=int(memory))
         monkeypatch.setattr("sparse_rl.plan.choose_device", lambda name, device=device: device)

@@ -15,7 +15,7 @@ import yaml
 
 from sparse_rl.cli import main
 from sparse_rl.cli.recipes import recipes
-from sparse_rl.cli.train import _parser
+from sparse_rl.cli.train import train_parser
 from sparse_rl.cli.trl_names import NAMES, REFUSED, VALUES, translate_keys
 from sparse_rl.metrics import read_log
 
@@ -235,7 +235,7 @@ def test_every_name_is_trl_s_and_every_setting_ours():
     known = {field.name for config in (trl.GRPOConfig, trl.ModelConfig) for field in fields(config)}
     assert set(NAMES) | set(REFUSED) <= known
     assert not set(NAMES) & set(REFUSED)
-    options = {option for action in _parser()._actions for option in action.option_strings}
+    options = {option for action in train_parser()._actions for option in action.option_strings}
     assert {f"--{setting}" for setting in NAMES.values()} <= options
     assert VALUES.keys() <= NAMES.keys()
 
@@ -294,7 +294,7 @@ def test_names_without_a_counterpart_say_what_to_use(name, config):
 
 
 def test_settings_that_a_refusal_names_exist():
-    settings = {option.lstrip("-") for action in _parser()._actions for option in action.option_strings}
+    settings = {option.lstrip("-") for action in train_parser()._actions for option in action.option_strings}
     for text in REFUSED.values():
         for word in text.replace(",", " ").replace(";", " ").split():
             assert "." not in word or word in settings

@@ -182,10 +182,10 @@ def broken_in_second(processes, folder):
 
 def test_one_process_that_fails_speaks_for_all(tmp_path):
     results = several(2, broken_in_second, tmp_path / "run")
-    assert results == [(1, "Stopped: 2"), (1, results[1][1])]
+    assert results == [(1, "Dismissed: 2"), (1, results[1][1])]
     assert results[1][1].startswith("ValueError: reward function 'reward' raised KeyError: 'answer'; mend it")
     again = several(2, run_with, tmp_path / "run", {})  # the folder is taken: the first process says so
-    assert "has a run in it" in again[0][1] and again[1] == (1, "Stopped: 2")
+    assert "has a run in it" in again[0][1] and again[1] == (1, "Dismissed: 2")
 
 
 def full_disk_in_second(processes, folder):
@@ -200,7 +200,7 @@ def full_disk_in_second(processes, folder):
 def test_a_full_disk_of_one_process_stops_all(tmp_path):
     results = several(2, full_disk_in_second, tmp_path / "run")
     assert "checkpoint-1 could not be written ([Errno 28] No space left on device); make room" in results[0][1]
-    assert results[1] == (1, "Stopped: 2")
+    assert results[1] == (1, "Dismissed: 2")
     assert [path.name for path in (tmp_path / "run").glob("checkpoint*")] == []
 
 

@@ -123,7 +123,7 @@ def test_going_back_says_what_it_removes_and_checks_first(whole, tmp_path, caplo
     run = tmp_path / "run"
     shutil.copytree(whole, run)
     first, last = checkpoint.checkpoints(run)
-    with pytest.raises(ValueError, match=rf"trainer.steps is 1, but {first.name} is beyond it"):
+    with pytest.raises(ValueError, match=rf"the run has 1 steps, but {first.name} is beyond them"):
         small_trainer(run, steps=1, resume_from_checkpoint=str(first)).train()
     assert checkpoint.checkpoints(run) == [first, last]
     assert (run / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()

@@ -156,11 +156,13 @@ def assert_same(got: SFTTrainer, expected: SFTTrainer) -> None:
         assert all(torch.equal(state[key][name], same[key][name]) for name in same[key])
 
 
-@pytest.mark.parametrize("point", ["learn", "mean_nll", "checkpoint.save"])
-def test_a_stopped_run_resumes_bit_for_bit(whole, tmp_path, monkeypatch, point):
-    """In an update, an evaluation or a save, drawn anew each time."""
+@pytest.mark.parametrize(
+    ("point", "at"), [("learn", None), ("mean_nll", None), ("mean_nll", 4), ("checkpoint.save", None)]
+)
+def test_a_stopped_run_resumes_bit_for_bit(whole, tmp_path, monkeypatch, point, at):
+    """In an update, an evaluation or a save, drawn anew each time; and in the evaluation of the last and best step."""
     name = "sparse_rl.train.checkpoint.save" if point == "checkpoint.save" else f"sparse_rl.train.sft.{point}"
-    at = random.SystemRandom().randint(1, {"learn": 6, "mean_nll": 4, "checkpoint.save": 6}[point])
+    at = at or random.SystemRandom().randint(1, {"learn": 6, "mean_nll": 4, "checkpoint.save": 6}[point])
     print(f"stopped at {point} {at}")
     original = checkpoint.save if point == "checkpoint.save" else {"learn": learn, "mean_nll": mean_nll}[point]
     calls: list[int] = []

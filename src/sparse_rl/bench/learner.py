@@ -26,7 +26,7 @@ from sparse_rl.bench.meter import synchronize
 from sparse_rl.bench.record import hardware
 from sparse_rl.bench.roofline import device_limits
 from sparse_rl.model.load import LoadedModel
-from sparse_rl.model.shapes import random_model
+from sparse_rl.model.shapes import random_model, shape_config
 from sparse_rl.objective.correction import PRESETS, check_choices
 from sparse_rl.objective.loss import LossConfig
 from sparse_rl.objective.mismatch import overlap_ids
@@ -173,12 +173,19 @@ def operations(loaded: LoadedModel, lengths: list[int]) -> float:
 
 def make_rollouts(config: LearnerBenchConfig, loaded: LoadedModel) -> list[Rollout]:
     """Random tokens with the log-probs the dense model gives them, so that nothing is rejected."""
+    rollouts = draw_rollouts(config, loaded.vocab_size)
+    scores = score(loaded.model, rollouts, max_tokens=16384)
+    return [replace(rollout, sampler_logprobs=s.dense_logprobs) for rollout, s in zip(rollouts, scores, strict=True)]
+
+
+def draw_rollouts(config: LearnerBenchConfig, vocabulary: int) -> list[Rollout]:
+    """Random tokens in completions of the stated lengths; nobody has given them log-probs yet."""
     generator = torch.Generator().manual_seed(config.seed)
     lengths = [config.output] * config.sequences
     if config.spread == "lognormal":
         spread = (config.sigma * torch.randn(config.sequences, generator=generator)).exp()
         lengths = (config.median * spread).round().clamp(1, config.output).int().tolist()
-    vocabulary, num_top = loaded.vocab_size, overlap_ids(loaded.vocab_size)
+    num_top = overlap_ids(vocabulary)
     nothing = KVStats(held=(), full=0, hybrid=0.0, peak=0, peak_bytes=0, num_compressions=0)
     rollouts = []
     for i, length in enumerate(lengths):
@@ -198,8 +205,7 @@ def make_rollouts(config: LearnerBenchConfig, loaded: LoadedModel) -> list[Rollo
                 top_logprobs=torch.full((length, num_top), -math.log(vocabulary)),
             )
         )
-    scores = score(loaded.model, rollouts, max_tokens=16384)
-    return [replace(rollout, sampler_logprobs=s.dense_logprobs) for rollout, s in zip(rollouts, scores, strict=True)]
+    return rollouts
 
 
 def measure_learner_rivals(
@@ -209,9 +215,7 @@ def measure_learner_rivals(
     from sparse_rl.bench.trl_step import time_trl
 
     device = config.device or "cpu"
-    loaded = random_model(config.shape, device, dtype, config.seed)
-    rollouts = make_rollouts(config, loaded)
-    del loaded
+    rollouts = draw_rollouts(config, shape_config(config.shape).vocab_size)
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -6,7 +6,7 @@ from __future__ import annotations
 import shlex
 from dataclasses import asdict, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_origin, get_type_hints
 
 from sparse_rl.cli.parsing import make_parser, model_dtype, parse, quiet_bars
 
@@ -83,23 +83,34 @@ def run(arguments: list[str]) -> None:
     if config.rivals:
         with ProgressLine() as line:
             results["against"] = measure_rivals(config, dtype, results["tokens_per_s"], say=say)
-        print("\n".join(rival_lines(record)))
+        print("\n".join(rival_lines(results["against"])))
         if settings.result is not None:
             merge(Path(settings.result), record)
 
 
 def _parser() -> ArgumentParser:
-    from jsonargparse import ActionYesNo
-
     from sparse_rl.bench import BenchConfig
-    from sparse_rl.config import add_kv_section, add_section, field_texts
+    from sparse_rl.config import add_kv_section, add_section
     from sparse_rl.rollout import EngineConfig
 
     parser = make_parser("bench rollout", DESCRIPTION)
-    hints, texts = get_type_hints(BenchConfig), field_texts(BenchConfig)
-    for field in fields(BenchConfig):
-        flag: dict[str, Any] = {"type": hints[field.name]}
-        if hints[field.name] is bool:
+    add_flags(parser, BenchConfig)
+    add_kv_section(parser)
+    add_section(parser, "engine", EngineConfig, leave_out=("rows",))
+    return parser
+
+
+def add_flags(parser: ArgumentParser, component: type) -> None:
+    """A flag for every field of the measurement's settings, and where its record goes."""
+    from jsonargparse import ActionYesNo
+
+    from sparse_rl.config import field_texts
+
+    hints, texts = get_type_hints(component), field_texts(component)
+    for field in fields(component):
+        hint = hints[field.name]
+        flag: dict[str, Any] = {"type": str if get_origin(hint) is Literal else hint}
+        if hint is bool:
             flag = {"action": ActionYesNo(no_prefix="no-")}
         name = field.name.replace("_", "-")
         parser.add_argument(f"--{name}", default=field.default, help=texts[field.name], **flag)
@@ -107,9 +118,6 @@ def _parser() -> ArgumentParser:
     parser.add_argument(
         "--label", type=str | None, default=None, help="its name there; an earlier one of this name is replaced"
     )
-    add_kv_section(parser)
-    add_section(parser, "engine", EngineConfig, leave_out=("rows",))
-    return parser
 
 
 def decided(config: C) -> C:
@@ -183,12 +191,12 @@ def lines(record: dict[str, Any]) -> list[str]:
     return [f"{name:9} {text}" for name, text in shown]
 
 
-def rival_lines(record: dict[str, Any]) -> list[str]:
+def rival_lines(rivals: dict[str, Any]) -> list[str]:
     return [
         f"{name:9} no figure: {other['error']}"
         if "error" in other
         else f"{name:9} {other['tokens_per_s']:,.0f} tok/s ({other['note']}): ours {other['ratio']:.2f}x"
-        for name, other in record["results"]["against"].items()
+        for name, other in rivals.items()
     ]
 
 

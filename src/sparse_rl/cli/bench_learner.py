@@ -6,9 +6,9 @@ from __future__ import annotations
 import shlex
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any
 
-from sparse_rl.cli.bench import decided, in_bytes
+from sparse_rl.cli.bench import add_flags, decided, in_bytes, rival_lines
 from sparse_rl.cli.parsing import make_parser, model_dtype, parse, quiet_bars
 
 if TYPE_CHECKING:
@@ -68,20 +68,11 @@ def run(arguments: list[str]) -> None:
 
 def _parser() -> ArgumentParser:
     from sparse_rl.bench.learner import LearnerBenchConfig
-    from sparse_rl.config import add_section, field_texts
+    from sparse_rl.config import add_section
     from sparse_rl.train import OptimizerConfig, UpdateConfig
 
     parser = make_parser("bench learner", DESCRIPTION)
-    hints, texts = get_type_hints(LearnerBenchConfig), field_texts(LearnerBenchConfig)
-    for field in fields(LearnerBenchConfig):
-        hint = str if get_origin(hints[field.name]) is Literal else hints[field.name]
-        parser.add_argument(
-            f"--{field.name.replace('_', '-')}", type=hint, default=field.default, help=texts[field.name]
-        )
-    parser.add_argument("--result", type=str | None, default=None, help="JSON file the measurement is put into")
-    parser.add_argument(
-        "--label", type=str | None, default=None, help="its name there; an earlier one of this name is replaced"
-    )
+    add_flags(parser, LearnerBenchConfig)
     add_section(parser, "update", UpdateConfig)
     add_section(parser, "optimizer", OptimizerConfig)
     return parser
@@ -93,7 +84,9 @@ def default_label(config: Any, update: Any, optimizer: Any) -> str:
     if config.spread == "lognormal":
         lengths += f" lognormal {config.median} {config.sigma:g}"
     parts = [config.shape, config.device, config.dtype, f"{config.sequences} x {lengths}"]
-    return ", ".join([*parts, f"{update.max_tokens} tokens a forward", update.activations])
+    parts += [f"{update.max_tokens} tokens a forward", update.activations]
+    parts += [optimizer.kind] if optimizer.kind != "adamw" else []
+    return ", ".join([*parts, *(["offload"] if optimizer.offload else [])])
 
 
 def lines(record: dict[str, Any]) -> list[str]:
@@ -113,12 +106,3 @@ def lines(record: dict[str, Any]) -> list[str]:
         shown.append(("memory", f"{in_bytes(results['peak_bytes'])} at the peak"))
     shown.append(("warm-up", f"{results['warmup_s']:.1f} s"))
     return [f"{name:9} {text}" for name, text in shown]
-
-
-def rival_lines(rivals: dict[str, Any]) -> list[str]:
-    return [
-        f"{name:9} no figure: {other['error']}"
-        if "error" in other
-        else f"{name:9} {other['tokens_per_s']:,.0f} tok/s ({other['note']}): ours {other['ratio']:.2f}x"
-        for name, other in rivals.items()
-    ]

@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from sparse_rl.cli.parsing import model_dtype
-from sparse_rl.cli.train import _parser, read
+from sparse_rl.cli.train import read, train_parser
 
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser, Namespace
@@ -47,7 +47,7 @@ def run(arguments: list[str]) -> None:
 
 
 def _plan_parser() -> ArgumentParser:
-    parser = _parser("plan", DESCRIPTION)
+    parser = train_parser("plan", DESCRIPTION)
     parser.add_argument("--shape", type=str | None, default=None, help="a published model's shape, instead of --model")
     parser.add_argument("--gpu", type=str | None, default=None, help="a GPU by name: h200, h100, a100-80, 4090, ...")
     parser.add_argument("--memory", type=str | None, default=None, help="a GPU's memory, in bytes or as in 80GB")

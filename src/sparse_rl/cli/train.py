@@ -74,7 +74,7 @@ def run(arguments: list[str]) -> None:
     with joined() as processes:
         if not processes.first:
             sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - as long as the process
-        settings, task, parts = processes.together(lambda: read(arguments, _parser()))
+        settings, task, parts = processes.together(lambda: read(arguments, train_parser()))
         if settings.dry_run:
             from sparse_rl.cli.plan import plan_comments
 
@@ -108,7 +108,7 @@ def _train(settings: Namespace, task: Any, parts: dict[str, Any], processes: Pro
     trainer.train()
 
 
-def _parser(command: str = "train", description: str = DESCRIPTION) -> ArgumentParser:
+def train_parser(command: str = "train", description: str = DESCRIPTION) -> ArgumentParser:
     from sparse_rl.config import add_correction_section, add_kv_section, add_section, add_task_section
     from sparse_rl.evaluate import EvalConfig
     from sparse_rl.model.lora import LoraConfig

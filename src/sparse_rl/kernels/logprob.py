@@ -50,24 +50,22 @@ def logprob_gradient_ref(
     return (minus_p * (grad_T / temperature).to(minus_p.dtype)[:, None]).to(logits_TV.dtype)
 
 
-def most_likely(logits_TV: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The `count` largest logits of each row and their ids, largest first.
+def most_likely(logits_TV: torch.Tensor, count: int) -> torch.Tensor:
+    """Ids of the `count` largest logits of each row, largest first.
 
     They lie in the `count` groups with the largest maxima, so only those are sorted.
     """
     num_tokens, size = logits_TV.shape
     num_groups = size // GROUP
     if num_groups <= 2 * count:
-        top = logits_TV.topk(count, dim=-1)
-        return top.values, top.indices
+        return logits_TV.topk(count, dim=-1).indices
     whole = num_groups * GROUP
     grouped = logits_TV[:, :whole].view(num_tokens, num_groups, GROUP)
-    groups = grouped.amax(dim=-1).topk(count, dim=-1).indices.sort(dim=-1).values  # in order: ties go to the lower id
+    groups = grouped.amax(dim=-1).topk(count, dim=-1).indices
     ids = (groups[:, :, None] * GROUP + torch.arange(GROUP, device=groups.device)).flatten(1)
     rest = torch.arange(whole, size, device=groups.device).expand(num_tokens, -1)
     ids = torch.cat([ids, rest], dim=1)
-    top = logits_TV.gather(1, ids).topk(count, dim=-1)
-    return top.values, ids.gather(1, top.indices)
+    return ids.gather(1, logits_TV.gather(1, ids).topk(count, dim=-1).indices)
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:

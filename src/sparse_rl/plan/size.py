@@ -18,6 +18,7 @@ from sparse_rl.model.attention import NAME
 from sparse_rl.model.dry_run import AttentionShape
 from sparse_rl.model.load import EMBEDDED
 from sparse_rl.model.tiny import tiny_model
+from sparse_rl.train.layers import decoder_layers
 
 PROBES = (32, 64)  # tokens of the two passes whose difference is what a token costs
 
@@ -78,7 +79,7 @@ def model_size(config: PretrainedConfig, name: str, dtype: torch.dtype) -> Model
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=NAME)
     try:
-        layers = _layers(model)
+        layers = decoder_layers(model)
         few, many = (_trace(model, layers, tokens) for tokens in PROBES)
     except Exception as error:  # a model that is more than layers of attention
         raise ValueError(f"{type(model).__name__} cannot be sized ({type(error).__name__}: {error}).") from error
@@ -110,13 +111,6 @@ def model_size(config: PretrainedConfig, name: str, dtype: torch.dtype) -> Model
         saved_outside=per_token.get(None, 0),
         linears=tuple(linears.items()),
     )
-
-
-def _layers(model: PreTrainedModel) -> list[torch.nn.Module]:
-    stacks = [child for child in model.base_model.children() if isinstance(child, torch.nn.ModuleList)]
-    if len(stacks) != 1:
-        raise ValueError(f"it has {len(stacks)} stacks of decoder layers, not one")
-    return list(stacks[0])
 
 
 class _Trace:

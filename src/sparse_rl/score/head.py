@@ -111,15 +111,12 @@ class FusedScores(torch.autograd.Function):
         for part in _chunks(len(token_ids), weight):
             logits = logit_map(linear(hidden[part], weight, bias))
             lse = logsumexp(logits, temperature)
-
-            def logprobs(ids: torch.Tensor, logits: torch.Tensor = logits, lse: torch.Tensor = lse) -> torch.Tensor:
-                return logits.gather(-1, ids).to(lse.dtype) / temperature - lse[:, None]
-
-            found = [logprobs(token_ids[part, None])[:, 0], lse]
-            found += [logprobs(at_ids[part]).float()] if at_ids is not None else []
+            found = [_logprobs(logits, lse, token_ids[part, None], temperature)[:, 0], lse]
+            if at_ids is not None:
+                found.append(_logprobs(logits, lse, at_ids[part], temperature).float())
             if num_top:
-                top_ids = most_likely(logits, num_top)[1]
-                found += [top_ids, logprobs(top_ids).float()]
+                top_ids = most_likely(logits, num_top)
+                found += [top_ids, _logprobs(logits, lse, top_ids, temperature).float()]
             parts.append(tuple(found))
         given, lse, *others = (torch.cat(columns) for columns in zip(*parts, strict=True))
         ctx.save_for_backward(hidden, weight, bias, token_ids, lse)
@@ -149,6 +146,10 @@ class FusedScores(torch.autograd.Function):
         if ctx.holder is not None:
             grad_weight = None  # it is where it belongs
         return grad_hidden, grad_weight, grad_bias, None, None, None, None, None, None
+
+
+def _logprobs(logits: torch.Tensor, lse: torch.Tensor, ids: torch.Tensor, temperature: float) -> torch.Tensor:
+    return logits.gather(-1, ids).to(lse.dtype) / temperature - lse[:, None]
 
 
 def _sum_of(holder: torch.Tensor | None, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -6,8 +6,6 @@
     ...
     What is the value of the tiger? Answer in one sentence.
 
-Of some wordings tried with SmolLM2-135M-Instruct this is one it understands best.
-
 It is a turn of a chat where the tokenizer has a chat template, else plain text. There is no end of them: each is drawn
 from the seed and its number.
 """

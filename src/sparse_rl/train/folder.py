@@ -76,10 +76,10 @@ def chosen_state(config: RunConfig, optimizer_kind: str) -> tuple[Path | None, d
         return None, {"logs": {}}
     state = checkpoint.read_state(folder)
     if state["step"] > config.steps:
-        found = f"trainer.steps is {config.steps}, but {folder.name} is beyond it"
-        if hasattr(config, "epochs"):  # which may have said how many
-            found = f"the run has {config.steps} steps, but {folder.name} is beyond them"
-        raise ValueError(f"{found}; raise trainer.steps, or resume from an earlier checkpoint.")
+        raise ValueError(
+            f"the run has {config.steps} steps, but {folder.name} is beyond them; raise trainer.steps, or resume from "
+            "an earlier checkpoint."
+        )
     kind = state["settings"]["optimizer"].get("kind", "adamw")
     if kind != optimizer_kind:
         raise ValueError(

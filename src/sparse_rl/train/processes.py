@@ -29,7 +29,7 @@ TIMEOUT = timedelta(minutes=30)  # of one collective: the longest a process may 
 GRACE_S = 15.0  # from SIGTERM until a process that still waits says so; torchrun kills it after 30
 
 
-class Stopped(SystemExit):
+class Dismissed(SystemExit):
     """Another process has failed and says why; this one leaves without a word."""
 
 
@@ -98,7 +98,7 @@ class Processes:
         if error is not None and (failed[0] == self.rank or isinstance(error, SystemExit)):
             raise error
         if failed:
-            raise Stopped(2)
+            raise Dismissed(2)
         return result  # type: ignore[return-value]
 
     def by_first(self, work: Callable[[], T]) -> T:

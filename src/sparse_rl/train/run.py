@@ -7,7 +7,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, Protocol
@@ -86,6 +86,14 @@ class Run:
             self._close()
             for observer in self.trainer.observers:
                 observer.on_end()
+
+    def to_the_end(self, take_step: Callable[[], None], finish_step: Callable[[dict[str, float], float], None]) -> None:
+        """Take the steps that are left; one that was learnt but not finished when the run stopped is finished first."""
+        with self.opened():
+            if self.pending is not None:
+                finish_step(self.pending, time.perf_counter())
+            while self.step < self.config.steps:
+                take_step()
 
     def evaluates(self, every: int) -> bool:
         """Whether this step is evaluated: the first, the last, and every so many."""
@@ -174,7 +182,8 @@ class Run:
             logger.warning("%s removed: the run goes on from step %d.", ", ".join(p.name for p in later), self.step)
         for path in later:
             checkpoint.discard(path)
-        self._prune()  # if it was stopped just before
+        if self.pending is None:  # else the step's end does it, when it is known whether the step is the best
+            self._prune()  # if it was stopped just before
 
     def _resume(self, folder: Path, state: dict[str, Any]) -> None:
         """Take up a checkpoint's state."""

@@ -119,11 +119,7 @@ class Trainer:
 
         SIGTERM and Ctrl-C save the run and raise `Stopped`, a SystemExit.
         """
-        with self.run.opened():
-            if self.run.pending is not None:
-                self._finish_step(self.run.pending, began=time.perf_counter())
-            while self.step < self.config.steps:
-                self._take_step()
+        self.run.to_the_end(self._take_step, self._finish_step)
 
     def _take_step(self) -> None:
         """Roll out, grade, learn, and write down what came of it."""
