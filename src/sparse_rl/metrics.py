@@ -30,6 +30,7 @@ METRICS: dict[str, str] = {
     "reward_std": "its standard deviation over completions",
     "rewards/{NAME}/mean": "of one reward function",
     "rewards/{NAME}/std": "its standard deviation over completions",
+    "rewards/{NAME}/failed": "completions it could not grade (it hung or crashed); they are left out",
     "frac_reward_zero_std": "share of groups whose completions all have the same reward",
     "completions/mean_length": "tokens",
     "completions/min_length": "tokens",

@@ -7,7 +7,8 @@ or None for a completion it declines to grade:
     def reward(prompts, completions, completion_ids, **columns) -> list[float | None]
 
 `columns` are the other keys of the dataset's rows, None where a row lacks one. A function that raises, or returns
-anything else, stops the run: a broken grader and a wrong answer are different things.
+anything else, stops the run: a broken grader and a wrong answer are different things. One that could not grade a single
+completion (it hung, or its worker was killed) returns a `Failed` in that place, which is counted and left out.
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ from typing import Any, ClassVar, Protocol
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from sparse_rl.grading import Failed
 from sparse_rl.types import Prompt, Rollout
 
 GIVEN = ("prompts", "completions", "completion_ids")  # what every reward function gets beside the columns
-Reward = Callable[..., Sequence[float | None]]
+Reward = Callable[..., Sequence[float | Failed | None]]
 
 
 class Task(Protocol):
@@ -54,13 +56,15 @@ class Graded:
     """Rewards of R completions."""
 
     rewards: torch.Tensor  # (R,) fp64, the weighted sum; nan where every function declined
-    by_function: dict[str, torch.Tensor]  # (R,) fp64 each, nan where it declined
+    by_function: dict[str, torch.Tensor]  # (R,) fp64 each, nan where it declined or failed
+    failures: dict[str, dict[int, str]] = field(default_factory=dict)  # of each function, why by completion
 
     def metrics(self) -> dict[str, float]:
         values = {"reward": _mean(self.rewards), "reward_std": _std(self.rewards)}
         for name, rewards in self.by_function.items():
             values[f"rewards/{name}/mean"] = _mean(rewards)
             values[f"rewards/{name}/std"] = _std(rewards)
+            values[f"rewards/{name}/failed"] = float(len(self.failures.get(name, {})))
         return values
 
 
@@ -89,7 +93,7 @@ class Rewards:
     def grade(self, rollouts: list[Rollout], tokenizer: PreTrainedTokenizerBase) -> Graded:
         """Call every function once with all completions."""
         inputs = _inputs(rollouts, tokenizer)
-        by_function = {}
+        by_function, failures = {}, {}
         for name, function in zip(self.names, self.functions, strict=True):
             try:
                 given = function(**inputs)
@@ -97,12 +101,12 @@ class Rewards:
                 raise ValueError(
                     f"reward function {name!r} raised {type(error).__name__}: {error}; mend it, then resume."
                 ) from error
-            by_function[name] = _checked(given, name, len(rollouts))
+            by_function[name], failures[name] = _checked(given, name, len(rollouts))
         stacked = torch.stack(list(by_function.values()))
         weights = torch.tensor(self.weights or [1.0] * len(self.functions), dtype=torch.float64)
         total = (stacked * weights[:, None]).nansum(dim=0)
         total[stacked.isnan().all(dim=0)] = math.nan
-        return Graded(rewards=total, by_function=by_function)
+        return Graded(rewards=total, by_function=by_function, failures=failures)
 
 
 def _inputs(rollouts: list[Rollout], tokenizer: PreTrainedTokenizerBase) -> dict[str, list[Any]]:
@@ -120,16 +124,18 @@ def _inputs(rollouts: list[Rollout], tokenizer: PreTrainedTokenizerBase) -> dict
     }
 
 
-def _checked(given: Any, name: str, count: int) -> torch.Tensor:
-    """One number a completion, nan where there is None; lists, arrays and tensors will do."""
+def _checked(given: Any, name: str, count: int) -> tuple[torch.Tensor, dict[int, str]]:
+    """One number a completion, nan where there is None, and what failed; lists, arrays and tensors will do."""
     given = given.tolist() if hasattr(given, "tolist") else given
     if not isinstance(given, Sequence) or isinstance(given, str | bytes):
         kind = type(given).__name__
         raise ValueError(f"reward function {name!r} returned {kind}; it must return a list, one number a completion.")
     if len(given) != count:
         raise ValueError(f"reward function {name!r} returned {len(given)} rewards for {count} completions.")
-    rewards = []
+    rewards, failures = [], {}
     for i, value in enumerate(given):
+        if isinstance(value, Failed):
+            failures[i], value = value.reason, None
         number = value.item() if hasattr(value, "item") else value
         try:
             if number is not None and (not isinstance(number, numbers.Real) or not math.isfinite(number)):
@@ -140,7 +146,7 @@ def _checked(given: Any, name: str, count: int) -> torch.Tensor:
                 f"reward function {name!r} returned {repr(value)[:40]} for completion {i}; "
                 "it must be a finite number, or None to leave the completion out."
             ) from error
-    return torch.tensor(rewards, dtype=torch.float64)
+    return torch.tensor(rewards, dtype=torch.float64), failures
 
 
 def _mean(values: torch.Tensor) -> float:

@@ -51,9 +51,20 @@ def grade(
     own = rollouts[mine.start * n : mine.stop * n]
     result = processes.together(lambda: rewards.grade(own, tokenizer) if own else None)
     parts = [part for part in processes.gather(result) if part is not None]
+    names, starts = parts[0].by_function, [0]
+    for part in parts:
+        starts.append(starts[-1] + len(part.rewards))
     return Graded(
         rewards=torch.cat([part.rewards for part in parts]),
-        by_function={name: torch.cat([part.by_function[name] for part in parts]) for name in parts[0].by_function},
+        by_function={name: torch.cat([part.by_function[name] for part in parts]) for name in names},
+        failures={
+            name: {
+                start + i: why
+                for start, part in zip(starts, parts, strict=False)
+                for i, why in part.failures.get(name, {}).items()
+            }
+            for name in names
+        },
     )
 
 

@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a problem becomes a prompt, by name.
+
+A template with turns goes through the model's chat template; one without is the text itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Template:
+    """`text` with {problem} in it; `system` for a chat's first message; `chat` false for plain text."""
+
+    text: str = "{problem}"
+    system: str | None = None
+    chat: bool = True
+
+    def prompt(self, problem: str, system: str | None = None) -> str | list[dict[str, str]]:
+        """The prompt as a dataset row has it: a string, or a list of messages. `system` replaces the template's own."""
+        text = self.text.replace("{problem}", problem)
+        if not self.chat:
+            return text
+        system = self.system if system is None else system
+        turns = [{"role": "system", "content": system}] if system else []
+        return [*turns, {"role": "user", "content": text}]
+
+
+STEP_BY_STEP = "Please reason step by step, and put your final answer within \\boxed{}."
+
+TEMPLATES = {
+    "chat": Template(),
+    "plain": Template("{problem}\n", chat=False),
+    "boxed_chat": Template("{problem}\n" + STEP_BY_STEP),
+    # The papers' own. Sparse-RL trains with a chat whose braces are doubled, and evaluates without a chat.
+    "sparse-rl": Template(
+        "{problem}\n" + STEP_BY_STEP.replace("{}", "{{}}"),
+        system="You are a helpful assistant.",
+    ),
+    "sparse-rl-eval": Template("{problem} " + STEP_BY_STEP + "\n\n", chat=False),
+    "sparrow": Template(
+        "Please solve the following math problem: {problem}. The assistant first thinks about the reasoning process "
+        "step by step and then provides the user with the answer. Return the final answer in \\boxed{} tags, for "
+        "example \\boxed{1}. Let's solve this step by step. "
+    ),
+}
