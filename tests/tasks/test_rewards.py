@@ -71,8 +71,10 @@ def test_rewards_add_up_by_weight_without_those_who_declined():
         "reward_std": pytest.approx(7.0),  # of -3, 4 and -10
         "rewards/one/mean": pytest.approx(1.5),
         "rewards/one/std": pytest.approx(math.sqrt(0.5)),
+        "rewards/one/failed": 0,
         "rewards/two/mean": pytest.approx(15.0),
         "rewards/two/std": pytest.approx(math.sqrt(50)),
+        "rewards/two/failed": 0,
     }
     assert numbers(grade(one, two).rewards) == [11, 2, 20, None], "weights are 1 each if none are given"
     assert numbers(grade(one, two, weights=(0.0, 1.0)).rewards) == [10, 0, 20, None]
