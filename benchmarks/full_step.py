@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from sparse_rl.bench.record import merge, provenance
+from sparse_rl.bench.record import merge
 from sparse_rl.kv import RKV, Full, KVPolicy
 from sparse_rl.model.load import LoadedModel
 from sparse_rl.model.lora import LoraConfig, add_adapters
@@ -29,6 +29,7 @@ from sparse_rl.objective.loss import LossConfig
 from sparse_rl.objective.mismatch import overlap_ids
 from sparse_rl.plan import Plan, Run, choose_device, make_plan, model_size, summary
 from sparse_rl.rollout import EngineConfig, Sampling
+from sparse_rl.runfolder import provenance
 from sparse_rl.score.head import Head
 from sparse_rl.train.guards import GuardedEngine, Guards
 from sparse_rl.train.learner import Learner, OptimizerConfig

@@ -265,10 +265,10 @@ def evaluate_arm(args: argparse.Namespace, arm: str, budget: int) -> None:
     """The trained model on held-out prompts with both caches."""
     import torch
 
-    from sparse_rl.bench.record import provenance
     from sparse_rl.evaluate import EvalConfig, evaluate
     from sparse_rl.kv import RKV, Full
     from sparse_rl.rollout import Engine, EngineConfig
+    from sparse_rl.runfolder import provenance
 
     folder = args.runs / args.task / arm
     loaded, task = built(args, str(folder / f"checkpoint-{args.steps}"))

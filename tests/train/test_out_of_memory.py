@@ -29,8 +29,9 @@ from sparse_rl.evaluate import EvalConfig
 from sparse_rl.metrics import read_log
 from sparse_rl.model.load import load
 from sparse_rl.rollout import EngineConfig
+from sparse_rl.rollout.memory import out_of_memory
 from sparse_rl.train import Stopped, guards
-from sparse_rl.train.guards import Guards, out_of_memory
+from sparse_rl.train.guards import Guards
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)

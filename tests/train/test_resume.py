@@ -21,8 +21,8 @@ from sparse_rl.metrics import read_log
 from sparse_rl.model.load import load
 from sparse_rl.model.tiny import tiny_model, tiny_tokenizer
 from sparse_rl.objective.loss import LossConfig
+from sparse_rl.runfolder import lock
 from sparse_rl.train import OptimizerConfig, UpdateConfig, checkpoint
-from sparse_rl.train.folder import lock
 
 POINTS = list(small_run.POINTS)
 

@@ -21,11 +21,11 @@ from sparse_rl.metrics import TIMES, read_log
 from sparse_rl.model.load import load
 from sparse_rl.model.tiny import tiny_model
 from sparse_rl.rollout import Engine, EngineConfig, Sampling
+from sparse_rl.runfolder import lock
 from sparse_rl.score.head import Head
 from sparse_rl.tasks.supervised import Example, Examples
 from sparse_rl.train import Learner, OptimizerConfig, SFTConfig, SFTTrainer, checkpoint
 from sparse_rl.train.callbacks import Callbacks
-from sparse_rl.train.folder import lock
 from sparse_rl.train.master import MasterWeights
 from sparse_rl.train.sft import end_ids, learn, mean_nll
 from sparse_rl.types import Prompt

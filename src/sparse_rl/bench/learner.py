@@ -23,7 +23,6 @@ from typing import Any, Literal
 import torch
 
 from sparse_rl.bench.meter import synchronize
-from sparse_rl.bench.record import hardware
 from sparse_rl.bench.roofline import device_limits
 from sparse_rl.model.load import LoadedModel
 from sparse_rl.model.shapes import random_model, shape_config
@@ -31,6 +30,7 @@ from sparse_rl.objective.correction import PRESETS, check_choices
 from sparse_rl.objective.loss import LossConfig
 from sparse_rl.objective.mismatch import overlap_ids
 from sparse_rl.rollout.decoder import first_line
+from sparse_rl.runfolder import hardware
 from sparse_rl.score import score
 from sparse_rl.score.head import Head
 from sparse_rl.train.learner import Learner, OptimizerConfig

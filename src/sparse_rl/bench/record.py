@@ -3,42 +3,9 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
-import os
-import platform
 from pathlib import Path
 from typing import Any
-
-import torch
-
-from sparse_rl.train.folder import package_commit
-
-
-def provenance(device: torch.device) -> dict[str, Any]:
-    """Commit, hardware and versions. The variable COMMIT names the commit where there is no repository."""
-    versions = {}
-    for package in ("torch", "triton", "transformers", "vllm"):
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return {
-        "commit": os.environ.get("COMMIT") or package_commit(),
-        "hardware": hardware(device),
-        "versions": {"python": platform.python_version(), **versions},
-    }
-
-
-def hardware(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        name = next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):  # not Linux, or not x86
-        name = platform.processor() or platform.machine()
-    return f"{name}, {torch.get_num_threads()} threads"
 
 
 def read(path: Path) -> list[dict[str, Any]]:

@@ -17,7 +17,6 @@ import torch
 from sparse_rl.bench.against import time_generate, time_vllm
 from sparse_rl.bench.meter import Meter, run, run_until, synchronize
 from sparse_rl.bench.profile import Profiler
-from sparse_rl.bench.record import hardware
 from sparse_rl.bench.roofline import FORMULA, Roofline, device_limits, linear_parameters
 from sparse_rl.bench.work import (
     BenchConfig,
@@ -33,6 +32,7 @@ from sparse_rl.model.load import LoadedModel
 from sparse_rl.model.shapes import random_model, shape_config
 from sparse_rl.rollout import Engine, EngineConfig, Progress, Sampling
 from sparse_rl.rollout.decoder import first_line
+from sparse_rl.runfolder import hardware
 from sparse_rl.score import score
 from sparse_rl.types import Prompt, Rollout
 

@@ -49,10 +49,11 @@ def run(arguments: list[str]) -> None:
         raise ValueError(f"bench measures {given}, which it cannot; write `sparse-rl bench rollout` or `learner`.")
     settings = parse(_parser(), arguments[1:])
     from sparse_rl.bench import BenchConfig, measure, measure_rivals
-    from sparse_rl.bench.record import merge, provenance, read
+    from sparse_rl.bench.record import merge, read
     from sparse_rl.config import build_kv, build_section
     from sparse_rl.report.progress import ProgressLine
     from sparse_rl.rollout import EngineConfig
+    from sparse_rl.runfolder import provenance
 
     policy = build_kv(settings.kv)
     config = decided(BenchConfig(**{field.name: settings[field.name] for field in fields(BenchConfig)}))

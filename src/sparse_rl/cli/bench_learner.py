@@ -27,9 +27,10 @@ Models have random weights, so nothing is downloaded. Compiling happens before t
 def run(arguments: list[str]) -> None:
     settings = parse(_parser(), arguments)
     from sparse_rl.bench.learner import LearnerBenchConfig, measure_learner, measure_learner_rivals
-    from sparse_rl.bench.record import merge, provenance, read
+    from sparse_rl.bench.record import merge, read
     from sparse_rl.config import build_section
     from sparse_rl.report.progress import ProgressLine
+    from sparse_rl.runfolder import provenance
     from sparse_rl.train import OptimizerConfig, UpdateConfig
 
     config = decided(LearnerBenchConfig(**{f.name: settings[f.name] for f in fields(LearnerBenchConfig)}))

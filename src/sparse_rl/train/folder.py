@@ -3,17 +3,15 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
 import os
 import platform
-import subprocess
 import sys
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 import transformers
@@ -21,6 +19,7 @@ import transformers
 import sparse_rl
 from sparse_rl.metrics import RunLog, read_log
 from sparse_rl.model.load import LoadedModel
+from sparse_rl.runfolder import package_commit
 from sparse_rl.train import checkpoint
 from sparse_rl.train.config import RunConfig
 
@@ -126,28 +125,6 @@ def _recorded(run: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return record if isinstance(record, dict) else {}
-
-
-def lock(run: Path) -> IO[str]:
-    """A file that keeps every other process out of the run folder until it is closed."""
-    file = open(run / ".lock", "w")  # noqa: SIM115 - held open as long as the run
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        file.close()
-        raise ValueError(f"another process is training in {run}; wait for it, or stop it.") from error
-    return file
-
-
-def package_commit() -> str | None:
-    """The package's commit, if it runs from a repository."""
-    package = Path(sparse_rl.__file__).parent
-    command = ["git", "-C", str(package), "rev-parse", "--short", "HEAD"]
-    try:
-        found = subprocess.run(command, capture_output=True, text=True, timeout=10)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return found.stdout.strip() or None
 
 
 def differences(before: dict[str, Any], after: dict[str, Any], prefix: str = "") -> list[str]:

@@ -32,6 +32,7 @@ import torch.distributed as dist
 from sparse_rl.kv import KVPolicy
 from sparse_rl.model.load import LoadedModel
 from sparse_rl.rollout import Engine, EngineConfig, Sampling
+from sparse_rl.rollout.memory import out_of_memory
 from sparse_rl.score.pack import Packable
 from sparse_rl.train import checkpoint
 from sparse_rl.types import Prompt, Rollout
@@ -284,18 +285,6 @@ class GuardedEngine(Engine):
 def alone() -> bool:
     """Whether one process is the whole run. With several, one that goes its own way leaves the others waiting."""
     return not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
-
-
-def out_of_memory(error: BaseException | None) -> bool:
-    """Whether the error, or what it was raised from, is memory that ran out on a GPU or the host."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    if error is None:
-        return False
-    said = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
-    return (isinstance(error, RuntimeError) and any(text in str(error) for text in said)) or out_of_memory(
-        error.__cause__
-    )
 
 
 @contextmanager

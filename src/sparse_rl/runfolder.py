@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every folder of results has: a lock, and a record of the code and the machine that made it."""
+
+from __future__ import annotations
+
+import fcntl
+import importlib.metadata
+import os
+import platform
+import subprocess
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+
+import sparse_rl
+
+
+def lock(folder: Path, doing: str = "training") -> IO[str]:
+    """A file that keeps every other process out of the folder until it is closed."""
+    file = open(folder / ".lock", "w")  # noqa: SIM115 - held open as long as the run
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        file.close()
+        raise ValueError(f"another process is {doing} in {folder}; wait for it, or stop it.") from error
+    return file
+
+
+def package_commit() -> str | None:
+    """The package's commit, if it runs from a repository."""
+    package = Path(sparse_rl.__file__).parent
+    command = ["git", "-C", str(package), "rev-parse", "--short", "HEAD"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return found.stdout.strip() or None
+
+
+def provenance(device: torch.device) -> dict[str, Any]:
+    """Commit, hardware and versions. The variable COMMIT names the commit where there is no repository."""
+    versions = {}
+    for package in ("torch", "triton", "transformers", "vllm"):
+        with suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
+    return {
+        "commit": os.environ.get("COMMIT") or package_commit(),
+        "hardware": hardware(device),
+        "versions": {"python": platform.python_version(), **versions},
+    }
+
+
+def hardware(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        name = next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):  # not Linux, or not x86
+        name = platform.processor() or platform.machine()
+    return f"{name}, {torch.get_num_threads()} threads"
+
+
+def write_whole(path: Path, content: str) -> None:
+    """All of it or nothing: a reader never meets half a file, and it is on disk when this returns."""
+    part = path.with_name(f".{path.name}.part")
+    try:
+        with open(part, "w", encoding="utf-8", errors="replace") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, path)
+    except OSError as error:
+        with suppress(OSError):
+            part.unlink()
+        raise OSError(f"{path} could not be written ({error.strerror}); make room on the disk, then resume.") from error
