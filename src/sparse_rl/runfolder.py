@@ -76,3 +76,15 @@ def write_whole(path: Path, content: str) -> None:
         with suppress(OSError):
             part.unlink()
         raise OSError(f"{path} could not be written ({error.strerror}); make room on the disk, then resume.") from error
+
+
+def differences(before: dict[str, Any], after: dict[str, Any], prefix: str = "") -> list[str]:
+    """Settings that are not the same, as "kv.budget 64 is now 48"; where a run lies and how it was resumed is none."""
+    found = []
+    for key in before.keys() | after.keys():
+        old, new = before.get(key), after.get(key)
+        if isinstance(old, dict) and isinstance(new, dict):
+            found += differences(old, new, f"{prefix}{key}.")
+        elif key not in ("resume_from_checkpoint", "output_dir") and old != new:
+            found.append(f"{prefix}{key} {old} is now {new}")
+    return sorted(found)

@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 
-COMMANDS = ("train", "sft", "plan", "generate", "report", "export", "bench")
+COMMANDS = ("train", "sft", "plan", "generate", "eval", "report", "export", "bench")
 
 USAGE = """usage: sparse-rl COMMAND ...
 
@@ -19,6 +19,7 @@ commands:
   sft        teach a model completions to imitate, so that training has something to reward
   plan       what a training run holds in memory, whether it fits, and what to change if it does not
   generate   sample from a model whose KV cache is compressed while it decodes
+  eval       accuracy of models on benchmarks, dense and compressed caches side by side
   report     one HTML page with plots and tables of one or several runs
   export     a checkpoint as a plain Hugging Face model, adapters merged
   bench      how fast rollouts and updates are, against the hardware and against others

@@ -127,18 +127,6 @@ def _recorded(run: Path) -> dict[str, Any]:
     return record if isinstance(record, dict) else {}
 
 
-def differences(before: dict[str, Any], after: dict[str, Any], prefix: str = "") -> list[str]:
-    """Settings that are not the same, as "kv.budget 64 is now 48"; where a run lies and how it was resumed is none."""
-    found = []
-    for key in before.keys() | after.keys():
-        old, new = before.get(key), after.get(key)
-        if isinstance(old, dict) and isinstance(new, dict):
-            found += differences(old, new, f"{prefix}{key}.")
-        elif key not in ("resume_from_checkpoint", "output_dir") and old != new:
-            found.append(f"{prefix}{key} {old} is now {new}")
-    return sorted(found)
-
-
 def task_settings(task: Any) -> dict[str, Any]:
     """A task's settings if it has any, else its kind."""
     if hasattr(task, "__dataclass_fields__"):

@@ -14,10 +14,10 @@ from typing import IO, Any, Protocol
 
 from sparse_rl.metrics import NoLog, RunLog, Timer
 from sparse_rl.model.load import LoadedModel
-from sparse_rl.runfolder import lock
+from sparse_rl.runfolder import differences, lock
 from sparse_rl.train import checkpoint
 from sparse_rl.train.config import RunConfig
-from sparse_rl.train.folder import check_folder, chosen_state, differences, start_record
+from sparse_rl.train.folder import check_folder, chosen_state, start_record
 from sparse_rl.train.guards import Guards
 from sparse_rl.train.learner import Learner
 from sparse_rl.train.observer import Observer

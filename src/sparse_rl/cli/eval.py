@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`sparse-rl eval`: models x benchmarks x caches, and a table."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sparse_rl.cli.parsing import make_parser, parse, quiet_bars
+
+if TYPE_CHECKING:
+    from jsonargparse import ArgumentParser, Namespace
+
+    from sparse_rl.evaluate import Evaluation
+
+DESCRIPTION = """Evaluate models on benchmarks, with a dense and with compressed KV caches, in one call.
+
+Every model is run on every benchmark with every cache: accuracy with its standard error, the difference to the dense
+cache (paired by problem), KV saved, tokens per answer, tok/s. Answers are graded while others are generated; one whose
+grader fails is counted and left out. OUTPUT gets every sample (samples/**/samples.jsonl), results.json, table.md and
+report.html. An evaluation that was killed, at any point, goes on with the same command and --resume, to the same table.
+
+A cache is `full`, POLICY:BUDGET, or POLICY:key=value,... with any setting of the policy. A protocol says how each
+benchmark is run (prompt, samples, temperature, length, metrics); flags that depart from it are noted in the table.
+
+  sparse-rl eval --models smollm2 --benchmarks gsm8k svamp --kv full rkv:128 --output evals/first
+  sparse-rl eval --models smollm2 runs/warm/checkpoint-512 --benchmarks gsm8k lookup:pairs=15 lookup:pairs=60 \\
+      --kv full rkv:128 snapkv:budget=64,interval=16 streaming:64 --device cuda --dtype bfloat16 --output evals/caches
+  sparse-rl eval --models Qwen/Qwen2.5-1.5B --benchmarks math500 aime24 --protocol sparse-rl --data-dir data --dry-run
+  sparse-rl eval ... --output evals/caches --resume
+"""
+
+GPU_ROWS, CPU_ROWS = 256, 32
+
+
+def run(arguments: list[str]) -> None:
+    settings = parse(_parser(), arguments)
+    evaluation = _evaluation(settings)
+    if settings.dry_run:
+        _dry_run(evaluation)
+        return
+    if not settings.output:
+        raise ValueError("--output is missing; name a folder for the samples and the table.")
+    from sparse_rl.evaluate import evaluate_benchmarks
+    from sparse_rl.report.eval_live import EvalLive
+    from sparse_rl.report.eval_page import write_eval_report
+    from sparse_rl.report.eval_table import print_tables
+
+    logging.basicConfig(format="sparse-rl: %(levelname)s: %(message)s", level=logging.WARNING, stream=sys.stderr)
+    quiet_bars()
+    folder = Path(settings.output)
+    results = evaluate_benchmarks(evaluation, folder, resume=settings.resume, observer=EvalLive())
+    write_eval_report(results, folder)
+    print_tables(results)
+    print(f"{folder / 'results.json'}, {folder / 'table.md'}, {folder / 'report.html'}")
+
+
+def _parser() -> ArgumentParser:
+    from sparse_rl.config import add_section, field_texts
+    from sparse_rl.evaluate import Evaluation
+    from sparse_rl.evaluate.protocols import PROTOCOLS
+    from sparse_rl.rollout import EngineConfig
+    from sparse_rl.tasks.rewards import GradingConfig
+
+    texts = field_texts(Evaluation)
+    parser = make_parser("eval", DESCRIPTION)
+    parser.add_argument("--config", action="config", help="YAML file with any of these settings")
+    for name, alias in (("models", "model"), ("benchmarks", "benchmark")):
+        parser.add_argument(f"--{name}", f"--{alias}", nargs="+", type=str, default=[], help=texts[name])
+    parser.add_argument("--kv", nargs="+", type=str, default=["full"], help=texts["kv"])
+    choices = f"{texts['protocol']}; one of {', '.join(PROTOCOLS)}"
+    parser.add_argument("--protocol", type=str, default="default", help=choices)
+    for name, kind in (
+        ("data_dir", str),
+        ("problems", int),
+        ("n", int),
+        ("max_tokens", int),
+        ("temperature", float),
+        ("top_p", float),
+        ("seed", int),
+        ("template", str),
+        ("system", str),
+        ("chat_template_kwargs", dict),
+        ("dtype", str),
+    ):
+        parser.add_argument(f"--{name.replace('_', '-')}", type=kind | None, default=None, help=texts[name])
+    parser.add_argument("--device", type=str, default="cpu", help=texts["device"])
+    parser.add_argument("--output", type=str | None, default=None, help="folder for samples, results.json and tables")
+    parser.add_argument("--resume", action="store_true", help="go on with the evaluation in the output folder")
+    parser.add_argument("--dry-run", action="store_true", help="show what would run, and stop")
+    parser.add_argument(
+        "--unsafe-code", action="store_true", help="as --grading.unsafe_code true: run programs without isolation"
+    )
+    rows = f"sequences decoded together; {GPU_ROWS} on a GPU and {CPU_ROWS} on a CPU if not given"
+    add_section(parser, "engine", EngineConfig, leave_out=("rows",))
+    parser.add_argument("--engine.rows", type=int | None, default=None, help=rows)
+    add_section(parser, "grading", GradingConfig)
+    return parser
+
+
+def _evaluation(settings: Namespace) -> Evaluation:
+    from sparse_rl.config import build_section
+    from sparse_rl.evaluate import Evaluation
+    from sparse_rl.rollout import EngineConfig
+    from sparse_rl.tasks.rewards import GradingConfig
+
+    if settings.engine.rows is None:
+        settings.engine.rows = CPU_ROWS if settings.device == "cpu" else GPU_ROWS
+    grading = build_section(GradingConfig, "grading", settings.grading)
+    if settings.unsafe_code:
+        grading = replace(grading, unsafe_code=True)
+    same = "protocol data_dir problems n max_tokens temperature top_p seed template system dtype device".split()
+    return Evaluation(
+        models=tuple(settings.models),
+        benchmarks=tuple(settings.benchmarks),
+        kv=tuple(settings.kv),
+        chat_template_kwargs=settings.chat_template_kwargs or {},
+        engine=build_section(EngineConfig, "engine", settings.engine),
+        grading=grading,
+        **{name: settings[name] for name in same},
+    )
+
+
+def _dry_run(evaluation: Evaluation) -> None:
+    """Cells, prompts and tokens at most; problems are read, graders made, no model is loaded."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from sparse_rl.evaluate.suite import build_suites
+
+    suites = build_suites(evaluation)
+    table = Table(title=f"protocol {evaluation.protocol}", title_justify="left")
+    heads = ("benchmark", "problems", "n", "temperature", "top-p", "max tokens", "template", "metrics", "reward")
+    for head in heads:
+        table.add_column(head)
+    samples = tokens = 0
+    for name, suite in suites.items():
+        own = suite.settings
+        count = len(suite.rows) * own.n
+        samples, tokens = samples + count, tokens + count * own.max_tokens
+        numbers = (len(suite.rows), own.n, own.temperature, own.top_p, own.max_tokens)
+        table.add_row(
+            name, *(str(number) for number in numbers), own.template, ", ".join(own.metrics), suite.rewards.names[0]
+        )
+    console, runs = Console(), len(evaluation.models) * len(evaluation.kv)
+    console.print(table)
+    for name in suites:
+        changed = ", ".join(f"{key} {change}" for key, change in evaluation.departures(name).items())
+        if changed:
+            console.print(f"{name} departs from the protocol: {changed}", highlight=False, markup=False)
+    console.print(
+        f"{len(evaluation.cells)} cells: {len(evaluation.models)} models x {len(suites)} benchmarks x "
+        f"{len(evaluation.kv)} caches ({', '.join(evaluation.kv)})\n"
+        f"{runs * samples:,} samples, at most {runs * tokens:,} tokens; engine.rows {evaluation.engine.rows} on "
+        f"{evaluation.device}",
+        highlight=False,
+        markup=False,
+        soft_wrap=True,
+    )

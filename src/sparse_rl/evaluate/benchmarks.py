@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models x benchmarks x caches: generate, grade, write, and the table's numbers at the end.
+
+    for each model:            loaded once
+        for each cache:        one engine
+            for each benchmark:
+                for each block of problems: generate -> (thread: grade -> write)
+
+A block is a function of the weights, the settings and its place, and is on disk whole or not at all, so an evaluation
+that was killed anywhere goes on to the same table.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import json
+import logging
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from sparse_rl.evaluate.grader import Block, Grader, Tally
+from sparse_rl.evaluate.observer import EvalObserver, Status
+from sparse_rl.evaluate.plan import Cell, Evaluation, parse_cache
+from sparse_rl.evaluate.record import Record, cell_folders, check_folder
+from sparse_rl.evaluate.results import compare, headlines, measure
+from sparse_rl.evaluate.store import Store
+from sparse_rl.evaluate.suite import Prompts, Suite, build_prompts, build_suites
+from sparse_rl.model.load import load
+from sparse_rl.rollout import Engine, Progress
+from sparse_rl.rollout.memory import out_of_memory
+from sparse_rl.runfolder import lock, write_whole
+from sparse_rl.types import Prompt
+
+logger = logging.getLogger(__name__)
+
+
+def evaluate_benchmarks(
+    evaluation: Evaluation, output: str | Path, *, resume: bool = False, observer: EvalObserver | None = None
+) -> dict[str, Any]:
+    """Run what is not on disk yet; the contents of results.json, which lies in the folder with all samples."""
+    folder = Path(output)
+    check_folder(folder, resume=resume)
+    suites = build_suites(evaluation)
+    folder.mkdir(parents=True, exist_ok=True)
+    with lock(folder, "evaluating"):
+        run = Run(folder, evaluation, suites, resume=resume, observer=observer or EvalObserver())
+        try:
+            run.generate()
+        finally:
+            run.observer.on_end()
+        results = run.results()
+        write_whole(folder / "results.json", json.dumps(results, indent=1, allow_nan=False) + "\n")
+    return results
+
+
+class Pace:
+    """How fast samples come, and how long the rest will take."""
+
+    def __init__(self, samples: int = 0) -> None:
+        self.samples, self.finished, self.began = samples, 0, time.perf_counter()
+
+    def left_s(self, more: int) -> float | None:
+        """With `more` finished in the block at hand; None as long as there is nothing to go by."""
+        finished = self.finished + more
+        return (time.perf_counter() - self.began) * (self.samples - finished) / finished if finished else None
+
+
+class Run:
+    """One evaluation under way."""
+
+    def __init__(
+        self, folder: Path, evaluation: Evaluation, suites: dict[str, Suite], *, resume: bool, observer: EvalObserver
+    ) -> None:
+        self.folder, self.evaluation, self.suites, self.observer = folder, evaluation, suites, observer
+        self.record = Record(folder, evaluation, suites, resume=resume)
+        self.cells = evaluation.cells
+        self.names = cell_folders(self.cells)
+        self.stores = {cell: Store(folder / "samples" / name) for cell, name in self.names.items()}
+        self.rows = evaluation.engine.rows  # halved where memory runs out
+        self.number = 0  # of the cell at hand
+        self.whole, self.of_cell = Pace(), Pace()
+
+    def generate(self) -> None:
+        left = {cell: self._left(cell) for cell in self.cells}
+        problems = sum(self.stores[cell].done + left[cell] for cell in self.cells)
+        self.observer.on_begin(len(self.cells), problems - sum(left.values()), problems)
+        self.whole.samples = sum(left[cell] * self.suites[cell.benchmark].sampling.n for cell in self.cells)
+        self.number = sum(not problems for problems in left.values())
+        with Grader() as grader:
+            for name in self.evaluation.models:
+                if any(left[cell] for cell in self.cells if cell.model == name):
+                    self._model(name, grader)
+                    free(torch.device(self.evaluation.device))
+
+    def results(self) -> dict[str, Any]:
+        """All numbers, made from what is on disk alone."""
+        measured = [
+            measure(cell, self.evaluation, self.stores[cell].read(), self.stores[cell].blocks) for cell in self.cells
+        ]
+        cells = compare(measured)
+        for cell, numbers in zip(self.cells, cells, strict=True):
+            known = self.record.models[cell.model]["benchmarks"][cell.benchmark]
+            numbers["overlong"], numbers["clipped"] = known["overlong"], known["clipped"]
+            numbers["samples_file"] = f"samples/{self.names[cell]}/samples.jsonl"
+            numbers["departures"] = self.evaluation.departures(cell.benchmark)
+        return {
+            "protocol": self.evaluation.protocol,
+            "cells": cells,
+            "headlines": headlines(self.evaluation, measured),
+            "notes": [note for name in self.evaluation.models for note in self._notes(name)],
+            **self.record.contents,
+        }
+
+    def _model(self, name: str, grader: Grader) -> None:
+        """All cells of one model."""
+        evaluation = self.evaluation
+        dtype = getattr(torch, evaluation.dtype) if evaluation.dtype else None
+        loaded = load(name, dtype=dtype, device=evaluation.device)
+        prompts = {benchmark: build_prompts(suite, evaluation, loaded) for benchmark, suite in self.suites.items()}
+        self.record.add_model(name, loaded, prompts)
+        for note in self._notes(name):
+            self.observer.on_note(note)
+        tokenizer = copy.deepcopy(loaded.tokenizer)  # the thread's own
+        for cache in evaluation.kv:
+            cells = [cell for cell in self.cells if cell.model == name and cell.cache == cache and self._left(cell)]
+            if not cells:
+                continue
+            engine = Engine(loaded, parse_cache(cache), replace(evaluation.engine, rows=self.rows))
+            # The longest first: what is captured for it serves the others.
+            for cell in sorted(cells, key=lambda cell: self._longest(cell, prompts), reverse=True):
+                self._cell(cell, engine, prompts[cell.benchmark], tokenizer, grader)
+            del engine
+            free(loaded.shape.device)
+
+    def _cell(
+        self, cell: Cell, engine: Engine, prompts: Prompts, tokenizer: PreTrainedTokenizerBase, grader: Grader
+    ) -> None:
+        store, suite = self.stores[cell], self.suites[cell.benchmark]
+        tally = Tally(store.read())
+        size = self.evaluation.block_problems(cell.benchmark)
+        self.number += 1
+        self.of_cell = Pace((len(prompts.prompts) - store.done) * suite.sampling.n)
+        for start in range(store.done, len(prompts.prompts), size):
+            part = prompts.prompts[start : start + size]
+            while True:
+                block = Block(cell, suite, store, tally, tokenizer, start, part)
+                if self._block(block, part, engine, grader):
+                    break
+                self._shrink(engine)
+        self.observer.on_cell(self._status(cell, tally, None))
+
+    def _block(self, block: Block, part: list[Prompt], engine: Engine, grader: Grader) -> bool:
+        """Generate a block; whether its memory sufficed."""
+        sampling = block.suite.sampling
+        began = time.perf_counter()
+
+        def on_step(progress: Progress) -> None:
+            grader.check()
+            self.observer.on_status(self._status(block.cell, block.tally, progress))
+
+        try:
+            engine.generate(
+                part,
+                sampling,
+                first=block.start,
+                on_step=on_step,
+                on_rollout=lambda rollout: grader.put(block, rollout),
+            )
+        except (RuntimeError, MemoryError, ValueError) as error:
+            block.cancelled = True
+            given = engine.config.pool_pages or engine.config.pool_bytes
+            if not out_of_memory(error) or engine.config.rows == 1 or (isinstance(error, ValueError) and given):
+                raise
+            return False
+        stats = engine.stats
+        capture_s = stats.capture_s if stats is not None else 0.0
+        grader.close(block, generate_s=time.perf_counter() - began, capture_s=capture_s)
+        for pace in (self.whole, self.of_cell):
+            pace.finished += len(part) * sampling.n
+        return True
+
+    def _shrink(self, engine: Engine) -> None:
+        """Half the rows and half the prefill, from here on."""
+        self.rows = max(1, engine.config.rows // 2)
+        engine.config = replace(
+            engine.config, rows=self.rows, max_prefill_tokens=max(1, engine.config.max_prefill_tokens // 2)
+        )
+        engine.cache = None
+        engine.decoders.clear()
+        free(engine.loaded.shape.device)
+        logger.warning("out of memory: the block starts over, and engine.rows is %d from here on.", self.rows)
+
+    def _left(self, cell: Cell) -> int:
+        """Problems to do; before its model is loaded the first time, all of the benchmark."""
+        problems = self.record.problems(cell)
+        return (len(self.suites[cell.benchmark].rows) if problems is None else problems) - self.stores[cell].done
+
+    def _longest(self, cell: Cell, prompts: dict[str, Prompts]) -> int:
+        longest = max(len(prompt.ids) for prompt in prompts[cell.benchmark].prompts)
+        return longest + self.suites[cell.benchmark].sampling.max_tokens
+
+    def _status(self, cell: Cell, tally: Tally, progress: Progress | None) -> Status:
+        finished = progress.num_finished if progress is not None else 0
+        problems = self.record.problems(cell) or 0
+        left = self.of_cell.samples - self.of_cell.finished - finished
+        return Status(
+            cell=cell,
+            number=self.number,
+            num_cells=len(self.cells),
+            done=problems - -(-left // self.suites[cell.benchmark].sampling.n),
+            problems=problems,
+            accuracy=tally.accuracy,
+            tokens_per_s=progress.num_tokens / max(progress.elapsed_s, 1e-9) if progress is not None else 0.0,
+            cell_left_s=self.of_cell.left_s(finished),
+            left_s=self.whole.left_s(finished),
+        )
+
+    def _notes(self, name: str) -> list[str]:
+        """What a reader of the table should know of a model and its prompts."""
+        model = self.record.models[name]
+        found = []
+        for benchmark, known in model["benchmarks"].items():
+            limit = self.suites[benchmark].sampling.max_tokens
+            if known["overlong"]:
+                found.append(f"{benchmark}: {known['overlong']} prompts fill the context of {name} and are left out.")
+            if known["clipped"]:
+                found.append(
+                    f"{benchmark}: the context of {name}, {model['context']} tokens, is too short for {limit} more "
+                    f"after {known['clipped']} of {known['problems']} prompts; answers end where it does."
+                )
+        plain = [benchmark for benchmark, known in model["benchmarks"].items() if known["plain"]]
+        if plain:
+            found.append(f"{name} has no chat template: the prompts of {', '.join(plain)} are plain text.")
+        return found
+
+
+def free(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Grading beside the generation: a thread grades what has finished and writes the blocks that are whole.
+
+The engine's loop only puts rollouts into a queue. An error of the thread (a grader that raises, a disk that is full) is
+raised in the main thread by the next `check`.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from sparse_rl.evaluate.plan import Cell
+from sparse_rl.evaluate.store import Sample, Store
+from sparse_rl.evaluate.suite import Suite
+from sparse_rl.types import Prompt, Rollout
+
+MAX_BATCH = 256  # rollouts graded in one call
+GRACE_S = 5.0  # for blocks that only lack grading, when the run is ended
+SHOWN = 200  # characters of a right answer that a sample's line repeats
+
+
+class Tally:
+    """Accuracy of a cell so far."""
+
+    def __init__(self, samples: list[Sample]) -> None:
+        self.right = self.graded = 0
+        for sample in samples:
+            self.add(sample["score"])
+
+    def add(self, score: float | None) -> None:
+        if score is not None:
+            self.graded += 1
+            self.right += score >= 1
+
+    @property
+    def accuracy(self) -> float | None:
+        return self.right / self.graded if self.graded else None
+
+
+class Block:
+    """Problems that are generated, graded and written as one."""
+
+    def __init__(
+        self,
+        cell: Cell,
+        suite: Suite,
+        store: Store,
+        tally: Tally,
+        tokenizer: PreTrainedTokenizerBase,
+        start: int,
+        prompts: list[Prompt],
+    ) -> None:
+        self.cell, self.suite, self.store, self.tally, self.tokenizer = cell, suite, store, tally, tokenizer
+        self.start, self.stop = start, start + len(prompts)
+        self.places = {prompt.columns["id"]: i for i, prompt in enumerate(prompts)}
+        self.samples: list[Sample | None] = [None] * (len(prompts) * suite.sampling.n)
+        self.times: dict[str, float] | None = None  # once all of it is generated
+        self.cancelled = False
+
+    def grade(self, rollouts: list[Rollout]) -> None:
+        graded = self.suite.rewards.grade(rollouts, self.tokenizer)
+        failures = graded.failures.get(self.suite.rewards.names[0], {})
+        texts = self.tokenizer.batch_decode([r.token_ids.tolist() for r in rollouts], skip_special_tokens=True)
+        for i, (rollout, text, score) in enumerate(zip(rollouts, texts, graded.rewards.tolist(), strict=True)):
+            place = self.places[rollout.prompt.columns["id"]] * self.suite.sampling.n + rollout.sample
+            failure = failures.get(i, "the grader declined") if math.isnan(score) else None
+            self.samples[place] = self._sample(rollout, text, None if failure else score, failure)
+            self.tally.add(None if failure else score)
+
+    def write(self) -> None:
+        assert self.times is not None
+        samples = [sample for sample in self.samples if sample is not None]
+        assert len(samples) == len(self.samples), f"{self.cell}: {len(samples)} of {len(self.samples)} were graded"
+        self.store.append(self.start, self.stop, samples, self.times)
+
+    def _sample(self, rollout: Rollout, text: str, score: float | None, failure: str | None) -> Sample:
+        row, kv = rollout.prompt.columns, rollout.kv
+        return {
+            "model": self.cell.model,
+            "benchmark": self.cell.benchmark,
+            "cache": self.cell.cache,
+            "problem": row["id"],
+            "sample": rollout.sample,
+            "completion": text,
+            "score": score,
+            **({} if failure is None else {"failure": failure}),
+            **({"answer": row["answer"]} if len(str(row.get("answer", "." * SHOWN))) < SHOWN else {}),
+            **{key: row[key] for key in ("level", "subject") if row.get(key) is not None},
+            "finish_reason": rollout.finish_reason,
+            "prompt_tokens": len(rollout.prompt.ids),
+            "tokens": len(rollout.token_ids),
+            "kv_held": sum(kv.held),  # entries a layer and KV head, over decode steps
+            "kv_full": kv.full,  # the same of a dense cache
+            "kv_saved_frac": kv.saved_frac,
+            "kv_peak": kv.peak,
+        }
+
+
+class Grader:
+    """`with Grader() as grader`: grades until everything that was put is written; an exception ends it early."""
+
+    def __init__(self) -> None:
+        self.queue: SimpleQueue[tuple[Block, Rollout | None] | None] = SimpleQueue()
+        self.error: BaseException | None = None
+        self.ending = False  # only what is wholly generated still counts
+        self.thread = threading.Thread(target=self._run, name="grader", daemon=True)
+
+    def __enter__(self) -> Grader:
+        self.thread.start()
+        return self
+
+    def __exit__(self, kind: Any, *_: object) -> None:
+        self.ending = kind is not None
+        self.queue.put(None)
+        if self.ending:
+            self.thread.join(GRACE_S)
+            return
+        while self.thread.is_alive():
+            self.thread.join(0.2)  # short, so that Ctrl-C is heard
+        self.check()
+
+    def put(self, block: Block, rollout: Rollout) -> None:
+        self.queue.put((block, rollout))
+
+    def close(self, block: Block, *, generate_s: float, capture_s: float) -> None:
+        """All of the block is generated: it is written once it is graded."""
+        block.times = {"generate_s": round(generate_s, 3), "capture_s": round(capture_s, 3)}
+        self.queue.put((block, None))
+
+    def check(self) -> None:
+        """Raise what ended the thread, if something did."""
+        if self.error is not None:
+            raise self.error
+
+    def _run(self) -> None:
+        try:
+            going = True
+            while going:
+                going = self._batch()
+        except BaseException as error:
+            self.error = error
+
+    def _batch(self) -> bool:
+        """Grade what is there, a block at a time in the order of arrival; whether more may come."""
+        items = [self.queue.get()]
+        while len(items) < MAX_BATCH:
+            try:
+                items.append(self.queue.get_nowait())
+            except Empty:
+                break
+        batch: dict[Block, list[Rollout]] = {}
+        closed: list[Block] = []
+        for block, rollout in filter(None, items):
+            if block.cancelled or (self.ending and block.times is None):
+                continue
+            if rollout is None:
+                closed.append(block)
+            else:
+                batch.setdefault(block, []).append(rollout)
+        for block, rollouts in batch.items():
+            block.grade(rollouts)
+        for block in closed:  # in a queue, the end of a block comes after all of it
+            block.write()
+        return None not in items

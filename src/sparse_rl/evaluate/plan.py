@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an evaluation is made of: models x benchmarks x caches, and a protocol that says how each benchmark is run.
+
+A cache is written as `full`, `rkv:128` (its budget) or `rkv:budget=128,interval=32`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, replace
+from difflib import get_close_matches
+from itertools import product
+from types import UnionType
+from typing import Any, get_args, get_type_hints
+
+from sparse_rl.evaluate.protocols import PROTOCOLS, Settings
+from sparse_rl.evaluate.statistics import parse_metric
+from sparse_rl.kv import POLICIES, KVPolicy, build_policy
+from sparse_rl.rollout import EngineConfig, Sampling
+from sparse_rl.tasks.benchmarks import BENCHMARKS
+from sparse_rl.tasks.rewards import GradingConfig
+from sparse_rl.tasks.templates import TEMPLATES, Template
+
+OVERRIDES = ("n", "max_tokens", "temperature", "top_p", "seed", "template")  # what may depart from the protocol
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+MIN_BLOCK = 1024  # samples generated, graded and written as one
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One field of the table."""
+
+    model: str
+    benchmark: str
+    cache: str
+
+    def __str__(self) -> str:
+        return f"{self.model}, {self.benchmark}, {self.cache}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """What is evaluated, and how. What is None is as the protocol has it.
+
+    models: smollm2, embedded, tiny, folders (checkpoints, adapters) or hub names
+    benchmarks: gsm8k, math500, lookup:pairs=15, ...; `sparse-rl data check` lists them
+    kv: caches: full, rkv:128 (its budget), snapkv:budget=64,interval=16, ...
+    protocol: how a benchmark is run: prompt, samples, temperature, limits, metrics
+    data_dir: folder with BENCHMARK/test.jsonl
+    problems: of each benchmark at most, a sample that is always the same, and part of every larger one
+    n: samples a problem
+    max_tokens: most tokens of an answer
+    temperature: 0 takes the best token
+    top_p: sample from the smallest set of best tokens with this mass; 1 is off
+    seed: of the samples
+    template: a prompt template by name, or a text with {problem} in it
+    system: system prompt, in place of the template's own
+    chat_template_kwargs: for the model's chat template, e.g. {"enable_thinking": false}
+    dtype: float32, bfloat16, float16 or float64; the checkpoint's own if not given
+    device: cpu, cuda, cuda:1, ...
+    """
+
+    models: tuple[str, ...]
+    benchmarks: tuple[str, ...]
+    kv: tuple[str, ...] = ("full",)
+    protocol: str = "default"
+    data_dir: str | None = None
+    problems: int | None = None
+    n: int | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    seed: int | None = None
+    template: str | None = None
+    system: str | None = None
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    dtype: str | None = None
+    device: str = "cpu"
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    grading: GradingConfig = field(default_factory=GradingConfig)
+
+    def __post_init__(self) -> None:
+        for name in ("models", "benchmarks", "kv"):
+            given = getattr(self, name)
+            if not given or not all(given):
+                raise ValueError(f"--{name} has nothing in it; give at least one.")
+            for value in given:
+                if given.count(value) > 1:
+                    raise ValueError(f"--{name} has {value!r} twice; give it once.")
+        if self.protocol not in PROTOCOLS:
+            raise ValueError(f"protocol is {self.protocol!r}; choose one of {', '.join(PROTOCOLS)}.")
+        if self.dtype is not None and self.dtype not in DTYPES:
+            raise ValueError(f"dtype {self.dtype!r} is unknown; choose one of {', '.join(DTYPES)}.")
+        if self.problems is not None and self.problems < 1:
+            raise ValueError(f"problems is {self.problems}; it must be at least 1.")
+        policies: dict[str, str] = {}
+        for spec in self.kv:
+            same = policies.setdefault(repr(parse_cache(spec)), spec)
+            if same != spec:
+                raise ValueError(f"--kv has {same!r} and {spec!r}, which are the same cache; leave one out.")
+        for benchmark in self.benchmarks:
+            known_benchmark(benchmark)
+            self.sampling(benchmark)
+            find_template(self.settings(benchmark).template)
+
+    @property
+    def cells(self) -> list[Cell]:
+        """In the order in which they run: a model is loaded once, a cache has one engine."""
+        return [Cell(m, b, c) for m, c, b in product(self.models, self.kv, self.benchmarks)]
+
+    def settings(self, benchmark: str) -> Settings:
+        """The protocol's settings with the user's own; metrics follow the number of samples."""
+        settings = PROTOCOLS[self.protocol].settings(benchmark)
+        given = {name: getattr(self, name) for name in OVERRIDES if getattr(self, name) is not None}
+        changed = replace(settings, **given)
+        return changed if changed.n == settings.n else replace(changed, metrics=_metrics(settings.metrics, changed.n))
+
+    def departures(self, benchmark: str) -> dict[str, str]:
+        """What is not as the protocol has it: {"n": "4 in place of 32"}."""
+        theirs, ours = asdict(PROTOCOLS[self.protocol].settings(benchmark)), asdict(self.settings(benchmark))
+        found = {name: f"{ours[name]} in place of {theirs[name]}" for name in OVERRIDES if ours[name] != theirs[name]}
+        if self.system is not None:
+            found["system"] = f"{self.system!r}"
+        if self.problems is not None:
+            found["problems"] = f"a sample of {self.problems} at most"
+        return found
+
+    def sampling(self, benchmark: str) -> Sampling:
+        chosen = self.settings(benchmark)
+        try:
+            return Sampling(
+                n=chosen.n,
+                max_tokens=chosen.max_tokens,
+                temperature=chosen.temperature,
+                top_p=chosen.top_p,
+                seed=chosen.seed,
+                stop=tuple(chosen.stop),
+            )
+        except ValueError as error:
+            raise ValueError(str(error).replace("sampling.", "")) from error
+
+    def block_problems(self, benchmark: str) -> int:
+        """Problems of a block: whole ones, and samples enough to keep the engine's rows busy."""
+        return max(1, max(MIN_BLOCK, 4 * self.engine.rows) // self.settings(benchmark).n)
+
+
+def known_benchmark(name: str) -> None:
+    base = name.partition(":")[0]
+    if base not in BENCHMARKS:
+        close = get_close_matches(base, list(BENCHMARKS), n=1)
+        meant = f" (did you mean {close[0]!r}?)" if close else ""
+        raise ValueError(f"benchmark {name!r} is unknown{meant}; choose among {', '.join(BENCHMARKS)}.")
+
+
+def find_template(name: str) -> Template:
+    """A template by name, or a text of the user's own."""
+    if name in TEMPLATES:
+        return TEMPLATES[name]
+    if "{problem}" in name:
+        return Template(name)
+    raise ValueError(f"template {name!r} is unknown; choose one of {', '.join(TEMPLATES)}, or a text with {{problem}}.")
+
+
+def parse_cache(spec: str) -> KVPolicy:
+    """The policy that `full`, `rkv:128` or `rkv:budget=128,interval=32` stands for."""
+    name, _, rest = spec.partition(":")
+    settings: dict[str, Any] = {}
+    for i, part in enumerate(filter(None, rest.split(","))):
+        key, equals, value = part.partition("=")
+        if not equals and i == 0:
+            key, value = "budget", part
+        elif not equals or not value:
+            raise ValueError(f"cache {spec!r}: {part!r} is not of the form key=value.")
+        if key in settings:
+            raise ValueError(f"cache {spec!r} gives {key} twice; give it once.")
+        settings[key] = value
+    try:
+        hints = get_type_hints(POLICIES[name]) if name in POLICIES else {}
+        typed = {key: _typed(key, value, hints.get(key, str)) for key, value in settings.items()}
+        return build_policy(name, **typed)
+    except ValueError as error:
+        raise ValueError(f"cache {spec!r}: {error}") from error
+
+
+def _typed(key: str, text: str, hint: Any) -> Any:
+    """A setting as its field has it."""
+    kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+    if bool in kinds:
+        if text.lower() not in ("true", "false"):
+            raise ValueError(f"kv.{key} is {text!r}; it must be true or false.")
+        return text.lower() == "true"
+    for kind in (int, float):
+        if kind in kinds:
+            try:
+                return kind(text)
+            except ValueError:
+                continue
+    if int in kinds or float in kinds:
+        raise ValueError(f"kv.{key} is {text!r}, which is not a {'' if float in kinds else 'whole '}number.")
+    return text
+
+
+def _metrics(metrics: tuple[str, ...], n: int) -> tuple[str, ...]:
+    """The protocol's metrics for another number of samples: avg@32 of 4 is avg@4; pass@n is added."""
+    found = []
+    for metric in metrics:
+        kind, k = parse_metric(metric)
+        found.append(f"{kind}@{min(k, n) if kind == 'pass' else n}")
+    return tuple(dict.fromkeys([*found, *([f"pass@{n}"] if n > 1 else [])]))

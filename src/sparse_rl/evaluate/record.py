@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""eval.json: what an evaluation is, so that it can be gone on with and never be mixed with another."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import sys
+from collections.abc import Iterable
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import sparse_rl
+from sparse_rl.evaluate.plan import Cell, Evaluation
+from sparse_rl.evaluate.suite import Prompts, Suite
+from sparse_rl.model.load import LoadedModel
+from sparse_rl.runfolder import differences, provenance, write_whole
+
+NAME = "eval.json"
+NO_DIFFERENCE = ("data_dir", "device", "grading")  # where the data lies, where it runs, how many workers grade
+SAMPLED = 64  # weights of each tensor that go into a model's digest
+
+
+class Record:
+    """eval.json in memory; `save` after every change."""
+
+    def __init__(self, folder: Path, evaluation: Evaluation, suites: dict[str, Suite], *, resume: bool) -> None:
+        self.path = folder / NAME
+        settings = _settings(evaluation, suites)
+        self.contents: dict[str, Any] = {
+            "command": " ".join(["sparse-rl", *sys.argv[1:]]) if "sparse" in sys.argv[0] else " ".join(sys.argv),
+            "settings": settings,
+            **provenance(torch.device(evaluation.device)),
+            "started": datetime.now(UTC).isoformat(timespec="seconds"),
+            "models": {},
+        }
+        if resume:
+            self._go_on(settings)
+        self.save()
+
+    @property
+    def models(self) -> dict[str, Any]:
+        found: dict[str, Any] = self.contents["models"]
+        return found
+
+    def problems(self, cell: Cell) -> int | None:
+        """How many problems the cell has, if its model has been loaded before."""
+        known = self.models.get(cell.model, {}).get("benchmarks", {}).get(cell.benchmark)
+        return known["problems"] if known else None
+
+    def add_model(self, name: str, loaded: LoadedModel, prompts: dict[str, Prompts]) -> None:
+        """Note the model and what it is asked, or raise if that has changed since the evaluation was started."""
+        found = {
+            "digest": model_digest(loaded),
+            "parameters": sum(parameter.numel() for parameter in loaded.model.parameters()),
+            "context": loaded.context,
+            "dtype": str(loaded.model.dtype).removeprefix("torch."),
+            "benchmarks": {
+                benchmark: {
+                    "problems": len(of.prompts),
+                    "overlong": of.overlong,
+                    "clipped": of.clipped,
+                    "plain": of.plain,
+                    "prompts_digest": of.digest,
+                }
+                for benchmark, of in prompts.items()
+            },
+        }
+        before = self.models.setdefault(name, found)
+        _refuse(differences(before, found), f"{self.path.parent}: {name}")
+        self.save()
+
+    def save(self) -> None:
+        write_whole(self.path, json.dumps(self.contents, indent=1) + "\n")
+
+    def _go_on(self, settings: dict[str, Any]) -> None:
+        try:
+            before = json.loads(self.path.read_text())
+            known, models, started = before["settings"], before["models"], before["started"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{self.path} is damaged; give another --output.") from error
+        skipped = {key: settings[key] for key in NO_DIFFERENCE}
+        _refuse(differences(known | skipped, json.loads(json.dumps(settings))), str(self.path.parent))
+        self.contents |= {"models": models, "started": started}
+
+
+def check_folder(folder: Path, *, resume: bool) -> None:
+    """Refuse to mix two evaluations, or to go on with none."""
+    if resume and not (folder / NAME).is_file():
+        raise ValueError(f"there is no evaluation to resume in {folder}; leave out --resume.")
+    if not resume and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        remedy = "go on with it (--resume), or " if (folder / NAME).is_file() else ""
+        raise ValueError(f"{folder} has something in it; {remedy}give another --output.")
+
+
+def cell_folders(cells: Iterable[Cell]) -> dict[Cell, str]:
+    """A folder for each cell, readable and unlike all others whatever the names hold."""
+    found: dict[Cell, str] = {}
+    for cell in cells:
+        parts = (
+            re.sub(r"[^\w.=,-]+", "-", part).strip("-.") or "-" for part in (cell.model, cell.benchmark, cell.cache)
+        )
+        base = name = "/".join(part[-80:] for part in parts)
+        number = 2
+        while name.lower() in {taken.lower() for taken in found.values()}:
+            name, number = f"{base}-{number}", number + 1
+        found[cell] = name
+    return found
+
+
+def model_digest(loaded: LoadedModel) -> str:
+    """Of every weight's name and shape, and of a sample of its values: it changes with any training."""
+    digest = hashlib.sha256()
+    for name, tensor in loaded.model.state_dict().items():
+        flat = tensor.detach().flatten()
+        sample = flat[:: max(1, len(flat) // SAMPLED)].double().cpu()
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode() + sample.numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _settings(evaluation: Evaluation, suites: dict[str, Suite]) -> dict[str, Any]:
+    """Everything that decides the table, and some that does not (NO_DIFFERENCE)."""
+    found = asdict(evaluation)
+    found["benchmarks"] = {
+        name: {
+            "digest": suite.digest,
+            "problems": len(suite.rows),
+            **asdict(suite.settings),
+            "departures": evaluation.departures(name),
+        }
+        for name, suite in suites.items()
+    }
+    return {**found, "version": sparse_rl.__version__}
+
+
+def _refuse(changed: list[str], where: str) -> None:
+    if changed:
+        raise ValueError(
+            f"{where} was evaluated with other settings: {'; '.join(changed)}; resume with those, or give another "
+            "--output."
+        )

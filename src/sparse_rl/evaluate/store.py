@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The samples of one cell on disk, in blocks that are there whole or not at all.
+
+    samples.jsonl   one line a sample
+    blocks.jsonl    one line a block: its problems, bytes and digest, and the seconds it took
+
+The samples of a block are on disk before its line is. What a crash left behind (samples without a line, half a line, a
+block that is not what its line says) is cut off when the files are opened again, and made anew.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+Sample = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockLine:
+    """What is known of a block that is on disk."""
+
+    start: int  # first problem
+    stop: int
+    num_bytes: int
+    sha256: str
+    generate_s: float
+    capture_s: float  # of those, compiling and capturing decode steps
+    tokens: int
+
+
+class Store:
+    """Opened, it holds what is good; `append` adds the next block."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.samples, self.index = folder / "samples.jsonl", folder / "blocks.jsonl"
+        self.blocks = self._good_blocks()
+        self._cut(self.samples, sum(block.num_bytes for block in self.blocks))
+        self._cut(self.index, sum(len(_line(block)) for block in self.blocks))
+
+    @property
+    def done(self) -> int:
+        """Problems that are on disk."""
+        return self.blocks[-1].stop if self.blocks else 0
+
+    def append(self, start: int, stop: int, samples: list[Sample], times: dict[str, float]) -> None:
+        assert start == self.done, f"block {start} comes after {self.done} problems"
+        content = b"".join(json.dumps(sample, allow_nan=False).encode() + b"\n" for sample in samples)
+        block = BlockLine(
+            start=start,
+            stop=stop,
+            num_bytes=len(content),
+            sha256=hashlib.sha256(content).hexdigest(),
+            tokens=sum(sample["tokens"] for sample in samples),
+            **times,
+        )
+        _write(self.samples, content)
+        _write(self.index, _line(block))
+        self.blocks.append(block)
+
+    def read(self) -> list[Sample]:
+        return [json.loads(line) for line in self.samples.read_bytes().split(b"\n")[:-1]]
+
+    def _good_blocks(self) -> list[BlockLine]:
+        """Blocks from the first on, up to the first that is not as it should be."""
+        content = self.samples.read_bytes() if self.samples.exists() else b""
+        lines = self.index.read_bytes().split(b"\n")[:-1] if self.index.exists() else []
+        good: list[BlockLine] = []
+        offset = 0
+        for line in lines:
+            try:
+                block = BlockLine(**json.loads(line))
+            except (ValueError, TypeError):
+                break
+            part = content[offset : offset + block.num_bytes]
+            follows = block.start == (good[-1].stop if good else 0)
+            if not follows or _line(block) != line + b"\n" or hashlib.sha256(part).hexdigest() != block.sha256:
+                break
+            good.append(block)
+            offset += block.num_bytes
+        if len(good) < len(lines):
+            logger.warning("%s is damaged from block %d on; that is made anew.", self.samples, len(good))
+        return good
+
+    @staticmethod
+    def _cut(path: Path, size: int) -> None:
+        with open(path, "ab") as file:
+            file.truncate(size)
+
+
+def _line(block: BlockLine) -> bytes:
+    return json.dumps(asdict(block)).encode() + b"\n"
+
+
+def _write(path: Path, content: bytes) -> None:
+    """At the end of the file, and on disk when this returns."""
+    try:
+        with open(path, "ab") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise OSError(f"{path} could not be written ({error.strerror}); make room on the disk, then resume.") from error

@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The numbers of an evaluation as tables of text, for the terminal, Markdown and the page.
+
+overview   a model: caches down, benchmarks across
+details    a model: every benchmark with its caches below each other, and everything that was measured
+groups     a benchmark of a model: levels or subjects down, caches across
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+NONE = "–"
+WIDE = 200  # columns, where nobody has said how many there are
+Results = dict[str, Any]
+Numbers = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A table of text; the first `labels` columns say what a row is."""
+
+    title: str
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    labels: int = 1
+
+
+def share(found: Numbers | None, sign: str = "") -> str:
+    """45.2 ± 1.4, in percent."""
+    if found is None or found["mean"] is None:
+        return NONE
+    mean = f"{100 * found['mean']:{sign}.1f}"
+    return mean if found["se"] is None else f"{mean} ± {100 * found['se']:.1f}"
+
+
+def models(results: Results) -> list[str]:
+    return list(dict.fromkeys(cell["model"] for cell in results["cells"]))
+
+
+def of_model(results: Results, model: str) -> list[Numbers]:
+    return [cell for cell in results["cells"] if cell["model"] == model]
+
+
+def main_metric(cell: Numbers) -> str:
+    return next(iter(cell["metrics"]))
+
+
+def saved(cells: Iterable[Numbers]) -> float:
+    """KV saved, mean over benchmarks."""
+    found = [cell["kv_saved_frac"] for cell in cells]
+    return sum(found) / len(found)
+
+
+def overview(results: Results, model: str) -> Text:
+    cells = of_model(results, model)
+    caches = dict.fromkeys(cell["cache"] for cell in cells)
+    headlines = {each["cache"]: each for each in results["headlines"] if each["model"] == model}
+    firsts = {cell["benchmark"]: main_metric(cell) for cell in cells}
+    rows = []
+    for cache in caches:
+        own = [cell for cell in cells if cell["cache"] == cache]
+        rate, seconds = sum(c["tokens"] for c in own), sum(c["generate_s"] - c["capture_s"] for c in own)
+        row = [cache, *(share(cell["metrics"][main_metric(cell)]) for cell in own)]
+        row += [share(headlines[cache])] if headlines else []
+        row += [f"{100 * saved(own):.0f} %", f"{rate / sum(c['samples'] for c in own):,.0f}"]
+        rows.append([*row, f"{rate / seconds:,.0f}" if seconds > 0 else NONE])
+    head = ["cache", *(f"{name}, {metric}" for name, metric in firsts.items()), *(["average"] if headlines else [])]
+    return Text(f"{model}: accuracy in % ± s.e.", [*head, "KV saved", "tokens/answer", "tok/s"], rows)
+
+
+def details(results: Results, model: str) -> Text:
+    cells = of_model(results, model)
+    metrics = list(dict.fromkeys(metric for cell in cells for metric in cell["metrics"]))
+    compared = any("difference" in cell for cell in cells)
+    rows = []
+    for benchmark in dict.fromkeys(cell["benchmark"] for cell in cells):
+        for cell in (cell for cell in cells if cell["benchmark"] == benchmark):
+            difference = cell.get("difference", {}).get(main_metric(cell))
+            rows.append(
+                [
+                    benchmark,
+                    cell["cache"],
+                    *(share(cell["metrics"].get(metric)) if metric in cell["metrics"] else "" for metric in metrics),
+                    *([share(difference, "+") if difference else ""] if compared else []),
+                    f"{100 * cell['kv_saved_frac']:.1f} %",
+                    f"{cell['peak_entries']:,.0f}",
+                    f"{cell['tokens_per_answer']:,.0f}",
+                    f"{100 * cell['truncated'] / cell['samples']:.1f} %",
+                    str(cell["failed"]),
+                    f"{cell['problems']} x {cell['n']}",
+                    NONE if cell["tokens_per_s"] is None else f"{cell['tokens_per_s']:,.0f}",
+                ]
+            )
+    head = ["benchmark", "cache", *metrics, *(["against full"] if compared else []), "KV saved", "peak entries"]
+    head += ["tokens/answer", "cut off", "grader failed", "samples", "tok/s"]
+    return Text(f"{model}: every benchmark", head, rows, labels=2)
+
+
+def groups(results: Results, model: str) -> list[Text]:
+    """Accuracy by level and by subject, wherever a benchmark has several."""
+    found = []
+    cells = of_model(results, model)
+    for benchmark in dict.fromkeys(cell["benchmark"] for cell in cells):
+        own = [cell for cell in cells if cell["benchmark"] == benchmark]
+        for key in ("level", "subject"):
+            if f"by_{key}" in own[0]:
+                of = {cell["cache"]: cell[f"by_{key}"] for cell in own}
+                labels = next(iter(of.values()))
+                rows = [
+                    [label, str(labels[label]["count"]), *(share(by[label]) for by in of.values())] for label in labels
+                ]
+                title = f"{model}, {benchmark}: {main_metric(own[0])} by {key}"
+                found.append(Text(title, [key, "problems", *of], rows))
+    return found
+
+
+def departures(results: Results) -> list[str]:
+    """What is not as the protocol has it, a line a benchmark, alike ones together."""
+    lines: dict[str, list[str]] = {}
+    for cell in results["cells"]:
+        said = ", ".join(f"{name} {change}" for name, change in cell["departures"].items())
+        names = lines.setdefault(said, [])
+        if cell["benchmark"] not in names:
+            names.append(cell["benchmark"])
+    return [
+        f"Not as protocol {results['protocol']} has it: {said} ({', '.join(names)})."
+        for said, names in lines.items()
+        if said
+    ]
+
+
+def provenance(results: Results) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
+    return f"{results['hardware']}; {versions}; commit {results['commit'] or 'unknown'}."
+
+
+def failures(results: Results) -> list[str]:
+    """Why graders failed, if any did."""
+    reasons: dict[str, int] = {}
+    for cell in results["cells"]:
+        for reason, count in cell["failures"].items():
+            reasons[reason] = reasons.get(reason, 0) + count
+    return [f"Graders failed, and their samples are left out: {count} x {reason}." for reason, count in reasons.items()]
+
+
+def notes(results: Results) -> list[str]:
+    return [*results["notes"], *departures(results), *failures(results)]
+
+
+def print_tables(results: Results) -> None:
+    """To standard output; a file or a pipe gets lines as long as they need be."""
+    console = Console()
+    console = console if console.is_terminal else Console(width=WIDE)
+    for model in models(results):
+        for text in (overview(results, model), details(results, model)):
+            console.print(_rich(text))
+    for note in notes(results):
+        console.print(note, highlight=False, markup=False, soft_wrap=True)
+
+
+def markdown(results: Results) -> str:
+    """table.md: the tables, what to know of them, and where they come from."""
+    parts = [f"# Evaluation, protocol {results['protocol']}"]
+    for model in models(results):
+        first = overview(results, model)
+        parts += [f"## {_plain(first.title)}", _markdown(first), _markdown(details(results, model))]
+        folded = groups(results, model)
+        if folded:
+            inner = "\n\n".join(f"{_plain(text.title)}\n\n{_markdown(text)}" for text in folded)
+            parts.append(f"<details><summary>By level and subject</summary>\n\n{inner}\n\n</details>")
+    parts += [
+        'Accuracy is in percent, ± one standard error over problems; "against full" is the difference to the dense '
+        "cache, paired by problem. KV saved is 1 - entries held / entries a dense cache would hold, summed over decode "
+        'steps. "Cut off" are answers that ran into the length limit.',
+        *(_plain(note) for note in notes(results)),
+        f"`{_plain(results['command'])}`  \n{_plain(provenance(results))}",
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _markdown(text: Text) -> str:
+    lines = [text.head, ["---"] * text.labels + ["---:"] * (len(text.head) - text.labels), *text.rows]
+    return "\n".join("| " + " | ".join(_plain(cell) for cell in line) + " |" for line in lines)
+
+
+def _plain(text: str) -> str:
+    """Text that neither ends a cell of Markdown nor begins a tag."""
+    return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
+
+
+def _rich(text: Text) -> Table:
+    table = Table(title=text.title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for i, name in enumerate(text.head):
+        table.add_column(escape(name), justify="left" if i < text.labels else "right", overflow="fold")
+    before = ""
+    for row in text.rows:
+        first = "" if text.labels > 1 and row[0] == before else row[0]
+        before = row[0]
+        table.add_row(*(escape(cell) for cell in (first, *row[1:])))
+    return table
