@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 
-COMMANDS = ("train", "sft", "plan", "generate", "eval", "report", "export", "bench")
+COMMANDS = ("train", "sft", "plan", "generate", "eval", "report", "export", "bench", "data")
 
 USAGE = """usage: sparse-rl COMMAND ...
 
@@ -23,6 +23,7 @@ commands:
   report     one HTML page with plots and tables of one or several runs
   export     a checkpoint as a plain Hugging Face model, adapters merged
   bench      how fast rollouts and updates are, against the hardware and against others
+  data       which benchmarks are at hand, what their licences restrict, and how to get the others
 
 `sparse-rl COMMAND --help` lists the settings of a command.
 """

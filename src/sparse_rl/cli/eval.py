@@ -34,6 +34,18 @@ benchmark is run (prompt, samples, temperature, length, metrics); flags that dep
 """
 
 GPU_ROWS, CPU_ROWS = 256, 32
+FLAGS = {  # fields of an evaluation that are flags of the same name
+    "data_dir": str,
+    "problems": int,
+    "n": int,
+    "max_tokens": int,
+    "temperature": float,
+    "top_p": float,
+    "seed": int,
+    "template": str,
+    "system": str,
+    "dtype": str,
+}
 
 
 def run(arguments: list[str]) -> None:
@@ -73,20 +85,9 @@ def _parser() -> ArgumentParser:
     parser.add_argument("--kv", nargs="+", type=str, default=["full"], help=texts["kv"])
     choices = f"{texts['protocol']}; one of {', '.join(PROTOCOLS)}"
     parser.add_argument("--protocol", type=str, default="default", help=choices)
-    for name, kind in (
-        ("data_dir", str),
-        ("problems", int),
-        ("n", int),
-        ("max_tokens", int),
-        ("temperature", float),
-        ("top_p", float),
-        ("seed", int),
-        ("template", str),
-        ("system", str),
-        ("chat_template_kwargs", dict),
-        ("dtype", str),
-    ):
+    for name, kind in FLAGS.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind | None, default=None, help=texts[name])
+    parser.add_argument("--chat-template-kwargs", type=dict | None, default=None, help=texts["chat_template_kwargs"])
     parser.add_argument("--device", type=str, default="cpu", help=texts["device"])
     parser.add_argument("--output", type=str | None, default=None, help="folder for samples, results.json and tables")
     parser.add_argument("--resume", action="store_true", help="go on with the evaluation in the output folder")
@@ -112,7 +113,6 @@ def _evaluation(settings: Namespace) -> Evaluation:
     grading = build_section(GradingConfig, "grading", settings.grading)
     if settings.unsafe_code:
         grading = replace(grading, unsafe_code=True)
-    same = "protocol data_dir problems n max_tokens temperature top_p seed template system dtype device".split()
     return Evaluation(
         models=tuple(settings.models),
         benchmarks=tuple(settings.benchmarks),
@@ -120,7 +120,7 @@ def _evaluation(settings: Namespace) -> Evaluation:
         chat_template_kwargs=settings.chat_template_kwargs or {},
         engine=build_section(EngineConfig, "engine", settings.engine),
         grading=grading,
-        **{name: settings[name] for name in same},
+        **{name: settings[name] for name in ("protocol", "device", *FLAGS)},
     )
 
 
@@ -148,7 +148,7 @@ def _dry_run(evaluation: Evaluation) -> None:
     console, runs = Console(), len(evaluation.models) * len(evaluation.kv)
     console.print(table)
     for name in suites:
-        changed = ", ".join(f"{key} {change}" for key, change in evaluation.departures(name).items())
+        changed = ", ".join(evaluation.departures(name))
         if changed:
             console.print(f"{name} departs from the protocol: {changed}", highlight=False, markup=False)
     console.print(

@@ -6,17 +6,14 @@ A cache is written as `full`, `rkv:128` (its budget) or `rkv:budget=128,interval
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, replace
-from difflib import get_close_matches
+from dataclasses import dataclass, field
 from itertools import product
 from types import UnionType
 from typing import Any, get_args, get_type_hints
 
 from sparse_rl.evaluate.protocols import PROTOCOLS, Settings
-from sparse_rl.evaluate.statistics import parse_metric
 from sparse_rl.kv import POLICIES, KVPolicy, build_policy
 from sparse_rl.rollout import EngineConfig, Sampling
-from sparse_rl.tasks.benchmarks import BENCHMARKS
 from sparse_rl.tasks.rewards import GradingConfig
 from sparse_rl.tasks.templates import TEMPLATES, Template
 
@@ -98,7 +95,6 @@ class Evaluation:
             if same != spec:
                 raise ValueError(f"--kv has {same!r} and {spec!r}, which are the same cache; leave one out.")
         for benchmark in self.benchmarks:
-            known_benchmark(benchmark)
             self.sampling(benchmark)
             find_template(self.settings(benchmark).template)
 
@@ -108,20 +104,17 @@ class Evaluation:
         return [Cell(m, b, c) for m, c, b in product(self.models, self.kv, self.benchmarks)]
 
     def settings(self, benchmark: str) -> Settings:
-        """The protocol's settings with the user's own; metrics follow the number of samples."""
+        """The protocol's settings with the user's own."""
         settings = PROTOCOLS[self.protocol].settings(benchmark)
-        given = {name: getattr(self, name) for name in OVERRIDES if getattr(self, name) is not None}
-        changed = replace(settings, **given)
-        return changed if changed.n == settings.n else replace(changed, metrics=_metrics(settings.metrics, changed.n))
+        return settings.changed(**{name: getattr(self, name) for name in OVERRIDES})
 
-    def departures(self, benchmark: str) -> dict[str, str]:
-        """What is not as the protocol has it: {"n": "4 in place of 32"}."""
-        theirs, ours = asdict(PROTOCOLS[self.protocol].settings(benchmark)), asdict(self.settings(benchmark))
-        found = {name: f"{ours[name]} in place of {theirs[name]}" for name in OVERRIDES if ours[name] != theirs[name]}
+    def departures(self, benchmark: str) -> list[str]:
+        """What is not as the protocol has it."""
+        found = PROTOCOLS[self.protocol].departures(benchmark, self.settings(benchmark))
         if self.system is not None:
-            found["system"] = f"{self.system!r}"
+            found.append(f"the system prompt is {self.system!r}")
         if self.problems is not None:
-            found["problems"] = f"a sample of {self.problems} at most"
+            found.append(f"at most {self.problems} problems are taken, a sample")
         return found
 
     def sampling(self, benchmark: str) -> Sampling:
@@ -141,14 +134,6 @@ class Evaluation:
     def block_problems(self, benchmark: str) -> int:
         """Problems of a block: whole ones, and samples enough to keep the engine's rows busy."""
         return max(1, max(MIN_BLOCK, 4 * self.engine.rows) // self.settings(benchmark).n)
-
-
-def known_benchmark(name: str) -> None:
-    base = name.partition(":")[0]
-    if base not in BENCHMARKS:
-        close = get_close_matches(base, list(BENCHMARKS), n=1)
-        meant = f" (did you mean {close[0]!r}?)" if close else ""
-        raise ValueError(f"benchmark {name!r} is unknown{meant}; choose among {', '.join(BENCHMARKS)}.")
 
 
 def find_template(name: str) -> Template:
@@ -197,12 +182,3 @@ def _typed(key: str, text: str, hint: Any) -> Any:
     if int in kinds or float in kinds:
         raise ValueError(f"kv.{key} is {text!r}, which is not a {'' if float in kinds else 'whole '}number.")
     return text
-
-
-def _metrics(metrics: tuple[str, ...], n: int) -> tuple[str, ...]:
-    """The protocol's metrics for another number of samples: avg@32 of 4 is avg@4; pass@n is added."""
-    found = []
-    for metric in metrics:
-        kind, k = parse_metric(metric)
-        found.append(f"{kind}@{min(k, n) if kind == 'pass' else n}")
-    return tuple(dict.fromkeys([*found, *([f"pass@{n}"] if n > 1 else [])]))

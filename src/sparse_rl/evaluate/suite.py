@@ -17,7 +17,7 @@ from sparse_rl.evaluate.protocols import Settings
 from sparse_rl.model.load import LoadedModel
 from sparse_rl.rollout import Sampling
 from sparse_rl.tasks.base import GIVEN, Reward, Rewards
-from sparse_rl.tasks.benchmarks import BENCHMARKS, problems
+from sparse_rl.tasks.benchmarks import find, problems
 from sparse_rl.tasks.rewards import build_reward
 from sparse_rl.types import Prompt
 
@@ -71,7 +71,7 @@ def _suite(name: str, evaluation: Evaluation, reward: Any) -> Suite:
         rows=rows,
         settings=evaluation.settings(name),
         sampling=evaluation.sampling(name),
-        rewards=Rewards((reward(BENCHMARKS[name.partition(":")[0]].reward),)),
+        rewards=Rewards((reward(find(name).reward),)),
         digest=_digest(rows),
     )
 

@@ -45,8 +45,8 @@ PAGE = """<!DOCTYPE html>
 <body>
 <h1>{title}</h1>
 <p>Accuracy of language models that answer with a dense and with a compressed KV cache. Error bars and ± are one
-standard error over problems; "against full" is the difference to the dense cache, paired by problem; KV saved is 1 - entries
-held / entries a dense cache would hold, summed over decode steps.</p>
+standard error over problems; "against full" is the difference to the dense cache, paired by problem; KV saved is
+1 - entries held / entries a dense cache would hold, summed over decode steps.</p>
 {body}
 </body>
 </html>

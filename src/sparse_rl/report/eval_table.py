@@ -126,12 +126,12 @@ def departures(results: Results) -> list[str]:
     """What is not as the protocol has it, a line a benchmark, alike ones together."""
     lines: dict[str, list[str]] = {}
     for cell in results["cells"]:
-        said = ", ".join(f"{name} {change}" for name, change in cell["departures"].items())
+        said = ", ".join(cell["departures"])
         names = lines.setdefault(said, [])
         if cell["benchmark"] not in names:
             names.append(cell["benchmark"])
     return [
-        f"Not as protocol {results['protocol']} has it: {said} ({', '.join(names)})."
+        f"Departs from protocol {results['protocol']}: {said} ({', '.join(names)})."
         for said, names in lines.items()
         if said
     ]

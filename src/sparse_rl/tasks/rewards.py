@@ -15,6 +15,7 @@ from typing import Any
 
 from sparse_rl.tasks.base import Reward
 from sparse_rl.tasks.boxed import boxed_answer
+from sparse_rl.tasks.lookup import right_value
 from sparse_rl.tasks.words import last_number_right
 
 
@@ -42,6 +43,7 @@ class GradingConfig:
 REWARDS: dict[str, Callable[..., Reward]] = {
     "boxed": lambda grading: boxed_answer,
     "last_number": lambda grading: last_number_right,
+    "right_value": lambda grading: right_value,
 }
 
 

@@ -33,6 +33,14 @@ TEMPLATES = {
     "chat": Template(),
     "plain": Template("{problem}\n", chat=False),
     "boxed_chat": Template("{problem}\n" + STEP_BY_STEP),
+    "code": Template(
+        "Solve this problem in Python. Code that it begins with is to be completed: repeat it in your answer. Answer "
+        "with one ```python block that holds the whole program.\n\n{problem}"
+    ),
+    "countdown": Template(
+        "{problem}\nThink step by step, then give the expression alone in <answer> tags, for example "
+        "<answer>(1 + 2) / 3</answer>."
+    ),
     # The papers' own. Sparse-RL trains with a chat whose braces are doubled, and evaluates without a chat.
     "sparse-rl": Template(
         "{problem}\n" + STEP_BY_STEP.replace("{}", "{{}}"),
