@@ -49,13 +49,15 @@ def evaluate_benchmarks(
     suites = build_suites(evaluation)
     folder.mkdir(parents=True, exist_ok=True)
     with lock(folder, "evaluating"):
+        resume = check_folder(folder, resume=resume)  # again, now that nobody else writes
         run = Run(folder, evaluation, suites, resume=resume, observer=observer or EvalObserver())
         try:
             run.generate()
         finally:
             run.observer.on_end()
-        results = run.results()
-        write_whole(folder / "results.json", json.dumps(results, indent=1, allow_nan=False) + "\n")
+        text = json.dumps(run.results(), indent=1, allow_nan=False)
+        write_whole(folder / "results.json", f"{text}\n")
+    results: dict[str, Any] = json.loads(text)  # as a reader of the file has them
     return results
 
 
@@ -174,9 +176,11 @@ class Run:
             )
         except (RuntimeError, MemoryError, ValueError) as error:
             block.cancelled = True
-            given = engine.config.pool_pages or engine.config.pool_bytes
-            if not out_of_memory(error) or engine.config.rows == 1 or (isinstance(error, ValueError) and given):
+            given = engine.config.pool_pages or engine.config.pool_bytes  # fewer rows would not make it smaller
+            if grader.error is not None or not out_of_memory(error) or (isinstance(error, ValueError) and given):
                 raise
+            if engine.config.rows == 1:
+                raise ValueError(f"out of memory with engine.rows 1 ({block.cell}); lower --max-tokens.") from error
             return False
         stats = engine.stats
         capture_s = stats.capture_s if stats is not None else 0.0
@@ -241,6 +245,7 @@ class Run:
 
 
 def free(device: torch.device) -> None:
-    gc.collect()
+    """Give a GPU's memory back that nothing refers to any more."""
     if device.type == "cuda":
+        gc.collect()
         torch.cuda.empty_cache()

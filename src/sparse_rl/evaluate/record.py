@@ -89,13 +89,17 @@ class Record:
         self.contents |= {"models": models, "started": started}
 
 
-def check_folder(folder: Path, *, resume: bool) -> None:
-    """Refuse to mix two evaluations, or to go on with none."""
-    if resume and not (folder / NAME).is_file():
+def check_folder(folder: Path, *, resume: bool) -> bool:
+    """Refuse to mix two evaluations, or to go on with none; whether there is something to go on with."""
+    if (folder / NAME).is_file():
+        if not resume:
+            raise ValueError(f"{folder} has an evaluation in it; go on with it (--resume), or give another --output.")
+        return True
+    if folder.exists() and (not folder.is_dir() or any(not path.name.startswith(".") for path in folder.iterdir())):
+        raise ValueError(f"{folder} has something else than an evaluation in it; give another --output.")
+    if resume and not folder.exists():
         raise ValueError(f"there is no evaluation to resume in {folder}; leave out --resume.")
-    if not resume and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        remedy = "go on with it (--resume), or " if (folder / NAME).is_file() else ""
-        raise ValueError(f"{folder} has something in it; {remedy}give another --output.")
+    return False  # also where one was killed before it wrote anything
 
 
 def cell_folders(cells: Iterable[Cell]) -> dict[Cell, str]:

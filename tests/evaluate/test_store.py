@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Blocks on disk: whole, or not there."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+
+import pytest
+
+from sparse_rl.evaluate.plan import Cell
+from sparse_rl.evaluate.record import cell_folders
+from sparse_rl.evaluate.store import Store
+
+TIMES = {"generate_s": 1.5, "capture_s": 0.25}
+
+
+def filled(folder):
+    """Three blocks of random samples; what the two files held after each."""
+    store, states = Store(folder), [(b"", b"")]
+    for start, stop in ((0, 2), (2, 5), (5, 6)):
+        samples = [
+            {"tokens": random.randrange(9), "completion": "é\n" * random.randrange(4)} for _ in range(stop - start)
+        ]
+        store.append(start, stop, samples, TIMES)
+        states.append((store.samples.read_bytes(), store.index.read_bytes()))
+    return store, states
+
+
+def test_what_was_appended_is_read_back(tmp_path):
+    store, states = filled(tmp_path)
+    again = Store(tmp_path)
+    assert again.blocks == store.blocks and again.done == 6 and again.read() == store.read()
+    assert len(again.read()) == 6 and sum(block.tokens for block in again.blocks) == sum(
+        s["tokens"] for s in again.read()
+    )
+    assert (again.samples.read_bytes(), again.index.read_bytes()) == states[-1]
+
+
+@pytest.mark.parametrize("name", ["samples.jsonl", "blocks.jsonl"])
+def test_a_file_cut_at_any_byte_of_its_last_block_loses_that_block_alone(tmp_path, name):
+    store, states = filled(tmp_path / "whole")
+    before, after = (len(state[name == "blocks.jsonl"]) for state in states[-2:])
+    for size in range(before, after):
+        shutil.copytree(tmp_path / "whole", tmp_path / "cut", dirs_exist_ok=True)
+        with open(tmp_path / "cut" / name, "ab") as file:
+            file.truncate(size)
+        cut = Store(tmp_path / "cut")
+        assert cut.done == 5 and cut.blocks == store.blocks[:2], size
+        assert (cut.samples.read_bytes(), cut.index.read_bytes()) == states[-2]
+
+
+def test_damage_anywhere_is_found(tmp_path):
+    _, states = filled(tmp_path / "whole")
+    for which, name in enumerate(("samples.jsonl", "blocks.jsonl")):
+        content = states[-1][which]
+        for place in random.sample(range(len(content)), 30):
+            shutil.copytree(tmp_path / "whole", tmp_path / "bad", dirs_exist_ok=True)
+            flipped = bytearray(content)
+            flipped[place] ^= 1
+            (tmp_path / "bad" / name).write_bytes(flipped)
+            bad = Store(tmp_path / "bad")
+            good = sum(len(state[which]) <= place for state in states[1:])
+            assert len(bad.blocks) <= good or which == 1  # a line of the index may lie about seconds alone
+            assert (bad.samples.read_bytes()) == states[len(bad.blocks)][0]
+
+
+def test_a_block_that_is_lost_can_be_appended_again(tmp_path):
+    _, states = filled(tmp_path)
+    (tmp_path / "samples.jsonl").write_bytes(states[-1][0] + b'{"half": ')
+    assert Store(tmp_path).done == 6
+    (tmp_path / "blocks.jsonl").unlink()
+    store = Store(tmp_path)
+    assert store.done == 0 and store.read() == []
+    store.append(0, 1, [{"tokens": 3}], TIMES)
+    assert json.loads((tmp_path / "samples.jsonl").read_text()) == {"tokens": 3}
+
+
+def test_every_cell_has_a_folder_of_its_own():
+    names = ["a/b", "a-b", "A-b", "a b", "..", ".", "/", "x" * 300, "é:1", "é=1"]
+    cells = [Cell(name, "lookup:pairs=2", "full") for name in names] + [
+        Cell("a", "b", "rkv:1"),
+        Cell("a", "b", "rkv-1"),
+    ]
+    folders = cell_folders(cells)
+    assert len({folder.lower() for folder in folders.values()}) == len(cells)
+    assert all(len(folder.split("/")) == 3 and ".." not in folder.split("/") for folder in folders.values())
