@@ -31,7 +31,7 @@ from sparse_rl.evaluate.record import Record, cell_folders, check_folder
 from sparse_rl.evaluate.results import compare, headlines, measure
 from sparse_rl.evaluate.store import Store
 from sparse_rl.evaluate.suite import Prompts, Suite, build_prompts, build_suites
-from sparse_rl.model.load import load
+from sparse_rl.model.load import check_device, load
 from sparse_rl.rollout import Engine, Progress
 from sparse_rl.rollout.memory import out_of_memory
 from sparse_rl.runfolder import lock, write_whole
@@ -45,6 +45,7 @@ def evaluate_benchmarks(
 ) -> dict[str, Any]:
     """Run what is not on disk yet; the contents of results.json, which lies in the folder with all samples."""
     folder = Path(output)
+    check_device(evaluation.device)
     check_folder(folder, resume=resume)
     suites = build_suites(evaluation)
     folder.mkdir(parents=True, exist_ok=True)

@@ -106,9 +106,7 @@ def _prompt(row: dict[str, Any], suite: Suite, evaluation: Evaluation, tokenizer
     try:
         if messages:
             more = evaluation.chat_template_kwargs
-            text = str(
-                tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **more)  # type: ignore[arg-type]
-            )
+            text = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **more))
         else:
             text = given if isinstance(given, str) else "".join(f"{turn['content']}\n" for turn in given)
         ids = tuple(tokenizer(text, add_special_tokens=not messages).input_ids)
