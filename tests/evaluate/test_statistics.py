@@ -125,10 +125,7 @@ def test_a_failed_sample_is_as_if_it_had_not_been_drawn(scores):
         for value, samples in zip(values, scores, strict=True):
             graded = [score for score in samples if score is not None]
             k = int(metric[-1])
-            if metric.startswith("pass"):
-                draws = [max(draw) for draw in combinations(graded, k)]
-            else:
-                draws = graded
+            draws = [max(draw) for draw in combinations(graded, k)] if metric.startswith("pass") else graded
             assert value == (pytest.approx(sum(draws) / len(draws)) if draws else None)
 
 

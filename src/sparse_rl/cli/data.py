@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -54,12 +55,11 @@ def run(arguments: list[str]) -> None:
 
     folder = Path(data_dir).expanduser() if data_dir is not None else None
     found = {name: look(benchmark, folder) for name, benchmark in BENCHMARKS.items()}
-    table = [("benchmark", "found", "rows", "licence", "restriction")]
+    table: list[tuple[str, ...]] = [("benchmark", "found", "rows", "licence", "restriction")]
     table += [_line(BENCHMARKS[name], each) for name, each in found.items()]
     _print_columns(table)
     complaints = {each.path: each.complaints for each in found.values() if each.path}
-    if folder:
-        others = _other_files(folder, set(complaints))
+    if folder and (others := _other_files(folder, set(complaints))):
         print()
         _print_columns([("other file", "rows"), *((str(path), str(rows)) for path, (rows, _) in others.items())])
         complaints |= {path: wrong for path, (_, wrong) in others.items()}
@@ -120,10 +120,7 @@ def _print_missing(benchmarks: list[Benchmark]) -> None:
     _print_columns(table)
 
 
-def _print_columns(rows: list[tuple[str, ...]]) -> None:
-    """A table under its head; nothing where there is only the head."""
-    if len(rows) == 1:
-        return
+def _print_columns(rows: Sequence[tuple[str, ...]]) -> None:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

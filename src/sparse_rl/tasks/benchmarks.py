@@ -64,7 +64,7 @@ SIMPLERL = "github.com/hkust-nlp/simpleRL-reason"
 EVALPLUS = "github.com/evalplus"
 MAA = "problems (c) MAA"
 RESEARCH = "research only"
-MAWPS = "licence of the problems not stated"
+UNSTATED = "licence of the problems not stated"
 PLUS = ("entry_point", "base_input", "plus_input", "atol")
 
 CATALOGUE = (
@@ -75,7 +75,7 @@ CATALOGUE = (
             "math500-", id="unique_id", problem="problem", answer="answer", level="level", subject="subject")),
     ),
     Benchmark(
-        "gaokao2023en", "maths", 385, "math", "MIT (collection)", SIMPLERL, "licence of the problems not stated",
+        "gaokao2023en", "maths", 385, "math", "MIT (collection)", SIMPLERL, UNSTATED,
         text=rows_of.gaokao_subject,
     ),
     Benchmark(
@@ -135,10 +135,10 @@ CATALOGUE = (
     ),
     Benchmark("svamp", "words", 300, "math", "MIT", "github.com/arkilpatel/SVAMP"),
     Benchmark("asdiv", "words", 431, "math", "CC BY-NC 4.0", "github.com/chaochun/nlu-asdiv-dataset", RESEARCH),
-    Benchmark("multiarith", "words", 120, "math", "MIT (collection)", SIMPLERL, MAWPS),
-    Benchmark("addsub", "words", 79, "math", "MIT (collection)", SIMPLERL, MAWPS),
-    Benchmark("singleeq", "words", 101, "math", "MIT (collection)", SIMPLERL, MAWPS),
-    Benchmark("singleop", "words", 112, "math", "MIT (collection)", SIMPLERL, MAWPS),
+    Benchmark("multiarith", "words", 120, "math", "MIT (collection)", SIMPLERL, UNSTATED),
+    Benchmark("addsub", "words", 79, "math", "MIT (collection)", SIMPLERL, UNSTATED),
+    Benchmark("singleeq", "words", 101, "math", "MIT (collection)", SIMPLERL, UNSTATED),
+    Benchmark("singleop", "words", 112, "math", "MIT (collection)", SIMPLERL, UNSTATED),
     Benchmark(
         "countdown", "countdown", 2000, "countdown", "Apache-2.0", "github.com/Jiayi-Pan/TinyZero",
         columns=("nums", "target"),
@@ -214,11 +214,11 @@ def _from_hub(benchmark: Benchmark, data_dir: str | Path | None) -> Found:
             good, complaints = check_rows(rows, benchmark.columns)
             return Found(where="hub", rows=tuple(good), complaints=tuple(complaints))
     file = Path(data_dir or "DATA_DIR") / benchmark.name / "test.jsonl"
+    looked, then = (f"there is no {file}", "") if data_dir else ("no data folder is given", " and give --data-dir")
     columns = ", ".join(("id", "problem", "answer", *benchmark.columns))
     raise ValueError(
-        f"benchmark {benchmark.name} cannot be found: {f'there is no {file}' if data_dir else 'no data folder is given'}, "
-        f"the package does not have it, and {why}. Write its {benchmark.rows} rows ({columns}; from {benchmark.source}) "
-        f"to {file}{'' if data_dir else ' and give --data-dir DATA_DIR'}; see `sparse-rl data check`."
+        f"benchmark {benchmark.name} cannot be found: {looked}, the package does not have it, and {why}. "
+        f"Write its {benchmark.rows} rows ({columns}; from {benchmark.source}) to {file}{then}."
     )
 
 

@@ -38,8 +38,8 @@ TEMPLATES = {
         "with one ```python block that holds the whole program.\n\n{problem}"
     ),
     "countdown": Template(
-        "{problem}\nThink step by step, then give the expression alone in <answer> tags, for example "
-        "<answer>(1 + 2) / 3</answer>."
+        "{problem}\nUse all of the numbers. Think step by step, then give the expression alone in <answer> tags, "
+        "for example <answer>(1 + 2) / 3</answer>."
     ),
     # The papers' own. Sparse-RL trains with a chat whose braces are doubled, and evaluates without a chat.
     "sparse-rl": Template(
