@@ -16,7 +16,8 @@ from sparse_rl.cli import main
 from sparse_rl.report.eval_live import duration
 from sparse_rl.report.eval_page import write_eval_report
 
-SMALL = "eval --model tiny --kv full rkv:16 --problems 6 --n 2 --temperature 1 --max-tokens 5 --engine.rows 4".split()
+LINE = "eval --model tiny --kv full rkv:16 --problems 6 --n 2 --temperature 1 --max-tokens 5 --engine.rows 4"
+SMALL = LINE.split()
 
 
 def run(*arguments: str, capsys) -> tuple[int, str, str]:
