@@ -14,7 +14,7 @@ import hashlib
 import json
 import logging
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +30,13 @@ class BlockLine:
     start: int  # first problem
     stop: int
     num_bytes: int
-    sha256: str
     generate_s: float
     capture_s: float  # of those, compiling and capturing decode steps
     tokens: int
+    sha256: str = ""  # of the samples and of all the above
+
+    def digest(self, content: bytes) -> str:
+        return hashlib.sha256(content + _line(replace(self, sha256=""))).hexdigest()
 
 
 class Store:
@@ -58,10 +61,10 @@ class Store:
             start=start,
             stop=stop,
             num_bytes=len(content),
-            sha256=hashlib.sha256(content).hexdigest(),
             tokens=sum(sample["tokens"] for sample in samples),
             **times,
         )
+        block = replace(block, sha256=block.digest(content))
         _write(self.samples, content)
         _write(self.index, _line(block))
         self.blocks.append(block)
@@ -78,11 +81,10 @@ class Store:
         for line in lines:
             try:
                 block = BlockLine(**json.loads(line))
+                part = content[offset : offset + block.num_bytes]
             except (ValueError, TypeError):
                 break
-            part = content[offset : offset + block.num_bytes]
-            follows = block.start == (good[-1].stop if good else 0)
-            if not follows or _line(block) != line + b"\n" or hashlib.sha256(part).hexdigest() != block.sha256:
+            if _line(block) != line + b"\n" or block.digest(part) != block.sha256:
                 break
             good.append(block)
             offset += block.num_bytes

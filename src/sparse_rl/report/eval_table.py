@@ -18,6 +18,7 @@ from rich.markup import escape
 from rich.table import Table
 
 NONE = "–"
+REASONS, REASON = 5, 200  # why graders failed: how many are shown, and characters of each
 WIDE = 200  # columns, where nobody has said how many there are
 Results = dict[str, Any]
 Numbers = dict[str, Any]
@@ -143,12 +144,15 @@ def provenance(results: Results) -> str:
 
 
 def failures(results: Results) -> list[str]:
-    """Why graders failed, if any did."""
+    """Why graders failed, if any did, the most frequent reasons first."""
     reasons: dict[str, int] = {}
     for cell in results["cells"]:
         for reason, count in cell["failures"].items():
             reasons[reason] = reasons.get(reason, 0) + count
-    return [f"Graders failed, and their samples are left out: {count} x {reason}." for reason, count in reasons.items()]
+    ordered = sorted(reasons, key=lambda reason: -reasons[reason])
+    said = [f"{reasons[reason]} x {reason[:REASON]}" for reason in ordered[:REASONS]]
+    said += [f"and {len(ordered) - REASONS} other reasons"] if len(ordered) > REASONS else []
+    return [f"Graders failed, and their samples are left out: {', '.join(said)}."] if said else []
 
 
 def notes(results: Results) -> list[str]:
