@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from sparse_rl.evaluate.grader import Block, Grader, Tally
+from sparse_rl.evaluate.grader import MAX_BATCH, Block, Grader, Tally
 from sparse_rl.evaluate.observer import EvalObserver, Status
 from sparse_rl.evaluate.plan import Cell, Evaluation, parse_cache
 from sparse_rl.evaluate.record import Record, cell_folders, check_folder
@@ -100,6 +100,8 @@ class Run:
                 if any(left[cell] for cell in self.cells if cell.model == name):
                     self._model(name, grader)
                     free(torch.device(self.evaluation.device))
+            if grader.queue.qsize() > MAX_BATCH:
+                self.observer.on_note(f"all is generated; about {grader.queue.qsize()} answers are still to be graded.")
 
     def results(self) -> dict[str, Any]:
         """All numbers, made from what is on disk alone."""
