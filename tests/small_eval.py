@@ -37,7 +37,7 @@ def toy(folder: Path, seed: int = 0, reward: str = "small_eval:grade", rows: int
     BENCHMARKS["toy"] = Benchmark("toy", "words", rows, reward, "Apache-2.0", "made here")
     (folder / "toy").mkdir(parents=True, exist_ok=True)
     lines = [
-        {"id": f"toy-{i}", "problem": f"{draw.random()} + <b>?", "answer": str(i), "level": draw.choice(["1", "2"])}
+        {"id": f"toy-{i}", "problem": f"{draw.random()} + <b>?", "answer": str(i), "level": str(i % 2)}
         for i in range(rows)
     ]
     (folder / "toy" / "test.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
