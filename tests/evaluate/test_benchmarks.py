@@ -111,6 +111,15 @@ def test_several_models_on_several_benchmarks(data, tmp_path, monkeypatch):
     assert taken[0] < taken[1]  # a smaller sample is part of a larger one
 
 
+def test_every_sample_of_every_block_has_random_numbers_of_its_own(data, tmp_path):
+    path = data / "toy" / "test.jsonl"
+    rows = [json.loads(line) | {"problem": "the same"} for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    evaluate_benchmarks(small(data, kv=("full",)), tmp_path / "out")
+    assert len(next((tmp_path / "out").rglob("blocks.jsonl")).read_text().splitlines()) == 2
+    assert len({line["completion"] for line in samples(tmp_path / "out")}) == 20
+
+
 def test_killed_anywhere_it_resumes_to_the_same_table(tmp_path):
     folder = Path(small_eval.__file__).parent
     environment = {**os.environ, "PYTHONPATH": f"{folder.parent / 'src'}:{folder}", "OMP_NUM_THREADS": "1"}

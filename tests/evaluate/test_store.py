@@ -23,7 +23,7 @@ def filled(folder):
         samples = [
             {"tokens": random.randrange(9), "completion": "é\n" * random.randrange(4)} for _ in range(stop - start)
         ]
-        store.append(start, stop, samples, TIMES)
+        store.append(start, stop, samples, **TIMES)
         states.append((store.samples.read_bytes(), store.index.read_bytes()))
     return store, states
 
@@ -73,7 +73,7 @@ def test_a_block_that_is_lost_can_be_appended_again(tmp_path):
     (tmp_path / "blocks.jsonl").unlink()
     store = Store(tmp_path)
     assert store.done == 0 and store.read() == []
-    store.append(0, 1, [{"tokens": 3}], TIMES)
+    store.append(0, 1, [{"tokens": 3}], **TIMES)
     assert json.loads((tmp_path / "samples.jsonl").read_text()) == {"tokens": 3}
 
 

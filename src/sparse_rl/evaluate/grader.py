@@ -76,7 +76,7 @@ class Block:
         assert self.times is not None
         samples = [sample for sample in self.samples if sample is not None]
         assert len(samples) == len(self.samples), f"{self.cell}: {len(samples)} of {len(self.samples)} were graded"
-        self.store.append(self.start, self.stop, samples, self.times)
+        self.store.append(self.start, self.stop, samples, **self.times)
 
     def _sample(self, rollout: Rollout, text: str, score: float | None, failure: str | None) -> Sample:
         row, kv = rollout.prompt.columns, rollout.kv

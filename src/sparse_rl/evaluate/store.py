@@ -54,15 +54,16 @@ class Store:
         """Problems that are on disk."""
         return self.blocks[-1].stop if self.blocks else 0
 
-    def append(self, start: int, stop: int, samples: list[Sample], times: dict[str, float]) -> None:
+    def append(self, start: int, stop: int, samples: list[Sample], *, generate_s: float, capture_s: float) -> None:
         assert start == self.done, f"block {start} comes after {self.done} problems"
         content = b"".join(json.dumps(sample, allow_nan=False).encode() + b"\n" for sample in samples)
         block = BlockLine(
             start=start,
             stop=stop,
             num_bytes=len(content),
+            generate_s=generate_s,
+            capture_s=capture_s,
             tokens=sum(sample["tokens"] for sample in samples),
-            **times,
         )
         block = replace(block, sha256=block.digest(content))
         _write(self.samples, content)
