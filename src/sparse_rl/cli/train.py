@@ -44,6 +44,7 @@ def read(arguments: list[str], parser: ArgumentParser) -> tuple[Namespace, Any, 
     from sparse_rl.model.lora import LoraConfig
     from sparse_rl.objective.loss import LossConfig
     from sparse_rl.rollout import EngineConfig, Sampling
+    from sparse_rl.tasks import GradingConfig
     from sparse_rl.train import OptimizerConfig, TrainerConfig, UpdateConfig
     from sparse_rl.train.config import check_settings
 
@@ -52,6 +53,9 @@ def read(arguments: list[str], parser: ArgumentParser) -> tuple[Namespace, Any, 
             raise ValueError(f"{key} is null; give it a value or leave it out.")
     model_dtype(settings.dtype)  # or it is unknown
     task = build_task(settings["task"])
+    if settings.unsafe_code:
+        settings.grading.unsafe_code = True
+    build_section(GradingConfig, "grading", settings["grading"])  # or it is wrong
     parts: dict[str, Any] = {
         "kv": build_kv(settings["kv"]),
         "correction": build_correction(settings["correction"]),
@@ -90,8 +94,10 @@ def run(arguments: list[str]) -> None:
 
 def _train(settings: Namespace, task: Any, parts: dict[str, Any], processes: Processes) -> None:
     from sparse_rl.cli.plan import warn_of_memory
+    from sparse_rl.config import build_section
     from sparse_rl.model.load import load
     from sparse_rl.report.live import Live
+    from sparse_rl.tasks import GradingConfig
     from sparse_rl.train import Trainer
     from sparse_rl.train.folder import check_folder
 
@@ -103,7 +109,8 @@ def _train(settings: Namespace, task: Any, parts: dict[str, Any], processes: Pro
         warn_of_memory(settings, parts)
     dtype = model_dtype(settings.dtype)
     loaded = processes.together(lambda: load(settings.model, dtype=dtype, device=processes.device(settings.device)))
-    built = processes.together(lambda: task.build(loaded.tokenizer))
+    grading = build_section(GradingConfig, "grading", settings["grading"])
+    built = processes.together(lambda: task.build(loaded.tokenizer, context=loaded.context, grading=grading))
     trainer = processes.together(lambda: Trainer(loaded, built, observers=(Live(),), processes=processes, **parts))
     trainer.train()
 
@@ -114,6 +121,7 @@ def train_parser(command: str = "train", description: str = DESCRIPTION) -> Argu
     from sparse_rl.model.lora import LoraConfig
     from sparse_rl.objective.loss import LossConfig
     from sparse_rl.rollout import EngineConfig, Sampling
+    from sparse_rl.tasks import GradingConfig
     from sparse_rl.train import OptimizerConfig, TrainerConfig, UpdateConfig
 
     parser = make_parser(command, description)
@@ -121,6 +129,7 @@ def train_parser(command: str = "train", description: str = DESCRIPTION) -> Argu
     add_model(parser, default="embedded")
     if command == "train":
         parser.add_argument("--dry-run", action="store_true", help="print all settings as YAML and the plan, and stop")
+    parser.add_argument("--unsafe-code", action="store_true", help="the same as --grading.unsafe_code true")
     add_section(parser, "trainer", TrainerConfig)
     add_task_section(parser)
     add_kv_section(parser)
@@ -133,6 +142,7 @@ def train_parser(command: str = "train", description: str = DESCRIPTION) -> Argu
         ("update", UpdateConfig),
         ("eval", EvalConfig),
         ("engine", EngineConfig),
+        ("grading", GradingConfig),
     ):
         add_section(parser, name, component)
     parser.set_defaults({"sampling.n": 8})  # one completion has nothing to be compared with
@@ -148,6 +158,9 @@ def _with_recipe(arguments: list[str]) -> list[str]:
 def _configs_first(arguments: list[str]) -> list[str]:
     """Each --config FILE replaced by its settings, TRL's keys translated; before the flags, so that flags win."""
     names, others = split_configs(arguments)
+    options = {argument.partition("=")[0] for argument in others}
+    if "--task.train_file" in options and "--task.name" not in options:
+        others = ["--task.name", "rows", *others]  # the only task that has files
     configs = [_config(name) for name in names]
     for config in configs:
         _drop_unfit(config, others)
@@ -191,6 +204,7 @@ def _resolved(settings: Namespace, task: Any, parts: dict[str, Any]) -> dict[str
     sections["correction"] = {"preset": settings.correction.preset, **given}
     for name in ("sampling", "loss", "optimizer", "lora", "update", "eval", "engine"):
         sections[name] = asdict(parts[name])
+    sections["grading"] = settings.grading.as_dict()
     for name in TRAINER_SETS:
         del sections["sampling"][name]
     return sections

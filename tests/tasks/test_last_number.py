@@ -9,10 +9,10 @@ from fractions import Fraction
 from pathlib import Path
 
 import pytest
+from sparse_rl.tasks.words import last_number, last_number_right
 
 from sparse_rl.model.tiny import tiny_tokenizer
 from sparse_rl.tasks import Words
-from sparse_rl.tasks.words import last_number, last_number_right
 
 SVAMP = Path(__file__).parents[1] / "data" / "svamp.jsonl"
 

@@ -9,11 +9,11 @@ import random
 import sys
 
 import pytest
+from sparse_rl.tasks.jsonl import import_function, read_prompts
 
 from sparse_rl.model.tiny import tiny_tokenizer
 from sparse_rl.tasks import JsonlConfig, Rewards, Rows
 from sparse_rl.tasks.chain import chain_tokenizer
-from sparse_rl.tasks.jsonl import import_function, read_prompts
 
 TOKENIZER = chain_tokenizer()
 
