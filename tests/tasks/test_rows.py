@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows come from JSONL files, each once an epoch; a wrong line or reward is named in one sentence."""
+"""Rows come from files, each once an epoch; a wrong line or reward is named in one sentence."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import random
 import sys
 
 import pytest
-from sparse_rl.tasks.jsonl import import_function, read_prompts
 
 from sparse_rl.model.tiny import tiny_tokenizer
-from sparse_rl.tasks import JsonlConfig, Rewards, Rows
+from sparse_rl.tasks import Rewards, Rows, RowsConfig
 from sparse_rl.tasks.chain import chain_tokenizer
+from sparse_rl.tasks.rewards import import_function
 
 TOKENIZER = chain_tokenizer()
 
@@ -30,12 +30,18 @@ def order(task: Rows, start: int, count: int, seed: int = 0) -> list[int]:
     return [prompt.columns["number"] for prompt in task.stream(start, count, seed)]
 
 
+def read(path, tokenizer=TOKENIZER, **settings):
+    """The prompts of a file, in its order."""
+    config = RowsConfig(train_file=str(path), rewards=("small_run:digits",), **settings)
+    return config.build(tokenizer).train
+
+
 BAD_FILES = {
     "no prompt": (b'{"prompt": "a"}\n{"question": "b"}\n', 'line 2 of .* has no "prompt"'),
     "prompt is null": (b'{"prompt": null}\n', 'line 1 of .* has no "prompt"'),
     "prompt is a number": (b'\n{"prompt": 3}\n', 'line 2 of .* has no "prompt"'),
     "prompt is a table": (b'{"prompt": {"role": "user"}}\n', 'line 1 of .* has no "prompt"'),
-    "not an object": (b'{"prompt": "a"}\n"prompt"\n', 'line 2 of .* has no "prompt"'),
+    "not an object": (b'{"prompt": "a"}\n"prompt"\n', "line 2 of .* is a str; a row is an object"),
     "not JSON": (b'{"prompt": "a"}\n\n{"prompt": "b"\n', "line 3 of .* is not JSON"),
     "single quotes": (b"{'prompt': 'a'}\n", "line 1 of .* is not JSON"),
     "nested": (b'{"prompt": "a"}\n' + b"[" * 100_000, "line 2 of .* is not JSON"),
@@ -51,7 +57,7 @@ def test_a_wrong_line_is_named(case, tmp_path):
     content, message = BAD_FILES[case]
     (tmp_path / "rows.jsonl").write_bytes(content)
     with pytest.raises(ValueError, match=message) as caught:
-        read_prompts(tmp_path / "rows.jsonl", TOKENIZER)
+        read(tmp_path / "rows.jsonl")
     assert "rows.jsonl" in str(caught.value) and "\n" not in str(caught.value)
 
 
@@ -67,18 +73,18 @@ UNNAMED = {
 def test_the_line_is_named_whatever_is_wrong_with_it(case, tmp_path):
     (tmp_path / "rows.jsonl").write_bytes(UNNAMED[case])
     with pytest.raises(ValueError, match=r"line 3 of .*rows\.jsonl"):
-        JsonlConfig(train_file=str(tmp_path / "rows.jsonl"), rewards=("math:hypot",)).build(TOKENIZER)
+        read(tmp_path / "rows.jsonl")
 
 
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(OSError, match=r"nowhere\.jsonl"):
-        read_prompts(tmp_path / "nowhere.jsonl", TOKENIZER)
+        read(tmp_path / "nowhere.jsonl")
 
 
 def test_rows_survive_unusual_files(tmp_path):
     """A byte-order mark, CRLF, no newline at the end, separators that are no newline."""
     (tmp_path / "rows.jsonl").write_bytes('\ufeff{"prompt": "a\u2028b"}\r\n\r\n{"prompt": "ü", "x": [1]}'.encode())
-    found = read_prompts(tmp_path / "rows.jsonl", TOKENIZER)
+    found = read(tmp_path / "rows.jsonl", tiny_tokenizer())
     assert [(prompt.text, prompt.columns) for prompt in found] == [("a\u2028b", {}), ("ü", {"x": [1]})]
 
 
@@ -105,7 +111,7 @@ def test_a_task_from_files(tmp_path):
         lines = [json.dumps({"prompt": letter, "answer": ord(letter)}) for letter in letters]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
     (tmp_path / "mine.py").write_text("def one(completions, **_): return [1.0 for _ in completions]\n")
-    config = JsonlConfig(
+    config = RowsConfig(
         train_file=str(tmp_path / "train.jsonl"),
         eval_file=str(tmp_path / "eval.jsonl"),
         rewards=(f"{tmp_path}/mine.py:one", "small_run:digits"),
@@ -116,15 +122,15 @@ def test_a_task_from_files(tmp_path):
     assert [prompt.text for prompt in task.held_out(2)] == ["d", "e"]
     assert [prompt.columns for prompt in task.held_out(99)] == [{"answer": ord(letter)} for letter in "defg"]
     assert (task.rewards.names, task.rewards.weights) == (("one", "digits"), (1.0, 0.5))
-    without = JsonlConfig(train_file=str(tmp_path / "train.jsonl"), rewards=("small_run:digits",)).build(TOKENIZER)
+    without = RowsConfig(train_file=str(tmp_path / "train.jsonl"), rewards=("small_run:digits",)).build(TOKENIZER)
     assert without.held_out(4) == []
 
 
 def test_settings_that_are_missing():
     with pytest.raises(ValueError, match=r"task\.train_file is missing"):
-        JsonlConfig(rewards=("math:hypot",))
+        RowsConfig(rewards=("math:hypot",))
     with pytest.raises(ValueError, match=r"task\.rewards is missing"):
-        JsonlConfig(train_file="train.jsonl")
+        RowsConfig(train_file="train.jsonl")
     with pytest.raises(ValueError, match="no rows to train on"):
         Rows([], Rewards((zero,)), TOKENIZER)
 
@@ -157,7 +163,9 @@ WRONG_FUNCTIONS = {
     "missing module": ("no_such_module:f", "'no_such_module:f' cannot be imported: ModuleNotFoundError"),
     "missing function": ("math:no_such_function", "math has no function 'no_such_function'"),
     "not a function": ("math:pi", "math has no function 'pi'"),
-    "no colon": ("math", "is not of the form"),
+    "no colon": ("hypot", "is not of the form .*, nor one of boxed"),
+    "nearly a name": ("last_numbr", "did you mean 'last_number'"),
+    "nearly a name with settings": ("overlog:limit=3,buffer=1", "Did you mean 'overlong'"),
     "no function": ("math:", "is not of the form"),
     "no module": (":f", "is not of the form"),
     "missing file": ("{folder}/nowhere.py:f", "nowhere.py:f' cannot be imported: FileNotFoundError"),

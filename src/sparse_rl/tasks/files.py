@@ -109,14 +109,14 @@ def _row(value: Any, where: str) -> Row:
 def _from_parquet(content: bytes, name: str) -> list[dict[str, Any]]:
     parquet, arrow = _optional("pyarrow.parquet", name), _optional("pyarrow", name)
     try:
-        table = parquet.read_table(arrow.BufferReader(content))
+        file = parquet.ParquetFile(arrow.BufferReader(content))
+        columns = file.schema_arrow.names
+        twice = next((column for column in columns if columns.count(column) > 1), None)
+        rows: list[dict[str, Any]] = file.read().to_pylist() if twice is None else []
     except (arrow.ArrowException, OSError) as error:
         raise ValueError(f"{name} is not a parquet file ({_first_line(error)}); convert it.") from error
-    columns = table.column_names
-    twice = next((column for column in columns if columns.count(column) > 1), None)
     if twice is not None:
         raise ValueError(f"{name} has two columns {twice!r}; rename or remove one.")
-    rows: list[dict[str, Any]] = table.to_pylist()
     return rows
 
 

@@ -107,7 +107,7 @@ def check_known(text: str, ids: tuple[int, ...] | list[int], where: str, tokeniz
         return
     strange = "".join(c for c in dict.fromkeys(text) if unknown in tokenizer(c, add_special_tokens=False).input_ids)
     vocab = tokenizer.get_vocab()
-    known = f", which knows only {''.join(vocab)!r}" if len(vocab) < 100 else ""
+    known = f", which knows only {''.join(sorted(vocab, key=vocab.__getitem__))!r}" if len(vocab) < 100 else ""
     raise ValueError(f"{where} has {strange or text[:40]!r}, unknown to the model's tokenizer{known}; rewrite it.")
 
 

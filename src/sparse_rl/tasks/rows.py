@@ -115,7 +115,8 @@ class RowsConfig:
         limit = min((limit for limit in limits if limit is not None), default=None)
         if limit is None:
             return list(prompts.values())
-        remedy = "the model's context ends there" if limit != self.max_prompt_tokens else "raise task.max_prompt_tokens"
+        own = limit == self.max_prompt_tokens
+        remedy = "raise task.max_prompt_tokens" if own else "give a model with a longer context"
         return short_enough(prompts, lambda prompt: len(prompt.ids), limit, remedy)
 
 
