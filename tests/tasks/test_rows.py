@@ -3,13 +3,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import random
 import sys
 
 import pytest
+from small_run import small_trainer
 
+from sparse_rl.evaluate import EvalConfig
+from sparse_rl.metrics import read_log
+from sparse_rl.model.load import load
 from sparse_rl.model.tiny import tiny_tokenizer
 from sparse_rl.tasks import Rewards, Rows, RowsConfig
 from sparse_rl.tasks.chain import chain_tokenizer
@@ -192,3 +197,25 @@ def test_a_file_named_like_a_module_does_not_take_its_place(tmp_path, monkeypatc
     (tmp_path / "colorsys.py").write_text("def f(**_): return []\n")
     import_function(f"{tmp_path}/colorsys.py:f")
     assert sys.modules["colorsys"] is before
+
+
+def test_a_resumed_run_goes_on_at_the_next_row(tmp_path):
+    """Seven rows, two a step, so that an epoch ends inside a step."""
+    lines = [json.dumps({"prompt": f"a=b{i};b=a{i};a|", "number": i}) for i in range(7)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
+    config = RowsConfig(train_file=str(tmp_path / "rows.jsonl"), rewards=("small_run:digits",))
+
+    def train(folder, **settings):
+        loaded = load("embedded")
+        task = config.build(loaded.tokenizer, context=loaded.context)
+        parts = {"eval": EvalConfig(every=0)}
+        small_trainer(folder, task=task, loaded=loaded, parts=parts, log_completions=8, **settings).train()
+        return task, [record["prompt"] for record in read_log(folder / "completions.jsonl")][::4]
+
+    task, seen = train(tmp_path / "run", steps=2, save_every=1)
+    assert seen == [prompt.text for prompt in task.stream(0, 4, 0)]
+    task, seen = train(tmp_path / "run", steps=5, save_every=1, resume_from_checkpoint=True)
+    assert seen == [prompt.text for prompt in task.stream(0, 10, 0)] and len(set(seen[:7])) == 7
+    digest = hashlib.sha256((tmp_path / "rows.jsonl").read_bytes()).hexdigest()
+    recorded = json.loads((tmp_path / "run" / "run.json").read_text())["config"]["task"]
+    assert (recorded["train_sha256"], recorded["layout"]) == (digest[:16], "trl")

@@ -87,6 +87,8 @@ def make_prompt(
     chat = isinstance(prompt, list)
     if chat and tokenizer.chat_template is None:
         raise ValueError(f"{where} is a list of messages, but the model has no chat template; give it as a string.")
+    if prompt == []:
+        raise ValueError(f"{where} is a chat without messages; mend or remove it.")
     options = {"add_generation_prompt": True, **(chat_template_kwargs or {}), "tokenize": False}
     try:
         text = str(tokenizer.apply_chat_template(messages, **options) if chat else prompt)

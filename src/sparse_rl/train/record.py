@@ -61,9 +61,8 @@ def engine_metrics(rollouts: list[Rollout], stats: EngineStats, rows: int, secon
 
 def warn(rollouts: list[Rollout], graded: Graded, metrics: dict[str, float], kv: KVPolicy, warned: set[str]) -> None:
     """What the user would want to change, each once."""
-    failed = [
-        f"{name} {len(why)}, the first with: {next(iter(why.values()))}" for name, why in graded.failures.items() if why
-    ]
+    found = {name: list(why.values()) for name, why in graded.failures.items() if why}
+    failed = [f"{name} {len(reasons)} times, the first: {reasons[0]}" for name, reasons in found.items()]
     if bool(graded.rewards.isnan().all()) and "ungraded" not in warned:
         warned |= {"ungraded", "failed"}
         why = f"graders failed ({'; '.join(failed)})" if failed else "every reward function declined"
