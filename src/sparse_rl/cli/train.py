@@ -103,6 +103,8 @@ def _train(settings: Namespace, task: Any, parts: dict[str, Any], processes: Pro
 
     level = logging.WARNING if processes.first else logging.ERROR
     logging.basicConfig(format="sparse-rl: %(levelname)s: %(message)s", level=level, stream=sys.stderr)
+    if processes.first:
+        logging.getLogger("sparse_rl.tasks").setLevel(logging.INFO)  # which rows were read, and how
     processes.by_first(lambda: check_folder(parts["config"]))
     quiet_bars()
     if not processes.grouped:  # the plan is that of one process

@@ -89,9 +89,7 @@ class RowsConfig:
         return Rows(train, rewards, tokenizer, held_out, settings=settings)
 
     def _layout_of(self, table: Table) -> Layout:
-        layout = choose_layout(self.layout, self.prompt_key, self.answer_key, table.rows[0])
-        logger.info("%s: %d rows in the layout %s.", table.name, len(table.rows), layout.name)
-        return layout
+        return choose_layout(self.layout, self.prompt_key, self.answer_key, table.rows[0])
 
     def _prompts(
         self,
@@ -111,6 +109,8 @@ class RowsConfig:
             written = {**columns, "prompt": style.write(prompt, row.where)}
             prompts[row.where] = make_prompt(written, row.where, tokenizer, self.chat_template_kwargs)
         check_columns(prompts, rewards)
+        longest = max(len(prompt.ids) for prompt in prompts.values())
+        logger.info("%s: %d rows, layout %s, longest prompt %d tokens.", table.name, len(prompts), layout.name, longest)
         limits = [self.max_prompt_tokens, context - 1 if context is not None else None]
         limit = min((limit for limit in limits if limit is not None), default=None)
         if limit is None:
