@@ -515,10 +515,27 @@ def test_a_run_on_one_s_own_rows_and_reward(own, tmp_path):
     assert read_log(tmp_path / "run" / "metrics.jsonl")[-1]["rewards/mine/mean"] > 0
 
 
+def test_a_file_is_a_task_of_its_own(config):
+    """Whatever task the config names, and without its settings; several rewards, settings with commas."""
+    path = config({"task": {"name": "chain", "letters": 4}})
+    rewards = ["boxed", "overlong:limit=9,buffer=2", 'format:{"pattern": "a{1,2}: b"}']
+    for given, expected in ((json.dumps(rewards), rewards), (rewards[1], rewards[1:2]), (rewards[2], rewards[2:])):
+        settings = resolved("--config", path, "--task.train_file=mine.jsonl", "--task.rewards", given)
+        assert (settings["task.name"], settings["task.train_file"]) == ("rows", "mine.jsonl")
+        assert settings["task.rewards"] == expected and "task.letters" not in settings
+
+
+def test_unsafe_code_is_a_flag_of_grading():
+    assert resolved()["grading.unsafe_code"] is False
+    for flag in (["--unsafe-code"], ["--grading.unsafe_code", "true"]):
+        assert changes(resolved(), resolved(*flag)) == {"grading.unsafe_code": True}
+
+
 def test_run_json_says_where_rows_and_rewards_came_from(own, tmp_path):
     assert train(*own(FINE), "--trainer.steps", "0")[0] == 0
     settings = json.loads((tmp_path / "run" / "run.json").read_text())["config"]["task"]
     assert settings["train_file"] == str(tmp_path / "train.jsonl") and settings["rewards"]
+    assert settings["grading"]["timeout_s"] == 5.0
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from transformers import AutoModelForSequenceClassification, LlamaConfig, LlamaF
 
 from sparse_rl.grading import Failed
 from sparse_rl.model.tiny import tiny_model, tiny_tokenizer
+from sparse_rl.tasks import Rewards
 from sparse_rl.tasks.rewards import build_reward
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
@@ -49,6 +50,7 @@ def test_rewards_are_the_logits_of_each_text_alone(tmp_path):
     assert len({round(value, 6) for value in rewards}) > 5
     (as_chat,) = reward(prompts=[chat("hi", "user")], completions=[chat("ho")])
     assert as_chat == pytest.approx(alone(tmp_path, "<user>hi<assistant>ho"), abs=1e-5)
+    assert Rewards((reward,)).names == (tmp_path.name,)
     assert not any(parameter.requires_grad for parameter in reward.model.parameters())
 
 

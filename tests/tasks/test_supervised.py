@@ -67,6 +67,21 @@ def test_a_chat_is_written_up_to_where_its_answer_begins(chatty):
         example("ho", messages)
 
 
+def test_a_chat_to_imitate_is_written_in_trl_s_ways(chatty, tmp_path):
+    """As messages, as a prompt and a completion that are messages, from JSONL and from parquet."""
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
+    for row in ({"messages": messages}, {"prompt": messages[:1], "completion": messages[1:]}):
+        (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+        parquet = pytest.importorskip("pyarrow.parquet")
+        parquet.write_table(pytest.importorskip("pyarrow").Table.from_pylist([row]), tmp_path / "rows.parquet")
+        for name in ("rows.jsonl", "rows.parquet"):
+            (got,) = ExamplesConfig(train_file=str(tmp_path / name)).build(chatty, (EOS,), 100).train
+            assert got.prompt.text == "<user>hi<assistant>" and got.token_ids.tolist() == [104, 111, EOS]
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": messages[:1]}))
+    with pytest.raises(ValueError, match=r'line 1 of .* has no "completion"'):
+        ExamplesConfig(train_file=str(tmp_path / "rows.jsonl")).build(chatty, (EOS,), 100)
+
+
 GOOD = b'{"prompt": "a", "completion": "b"}\n'
 
 

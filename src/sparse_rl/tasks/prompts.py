@@ -108,9 +108,11 @@ def check_known(text: str, ids: tuple[int, ...] | list[int], where: str, tokeniz
     if unknown is None or unknown not in ids or str(tokenizer.unk_token) in text:
         return
     strange = "".join(c for c in dict.fromkeys(text) if unknown in tokenizer(c, add_special_tokens=False).input_ids)
+    if not strange:  # the token may also stand for something else, such as the beginning
+        return
     vocab = tokenizer.get_vocab()
     known = f", which knows only {''.join(sorted(vocab, key=vocab.__getitem__))!r}" if len(vocab) < 100 else ""
-    raise ValueError(f"{where} has {strange or text[:40]!r}, unknown to the model's tokenizer{known}; rewrite it.")
+    raise ValueError(f"{where} has {strange!r}, unknown to the model's tokenizer{known}; rewrite it.")
 
 
 def short_enough(items: dict[str, T], length: Callable[[T], int], limit: int, remedy: str) -> list[T]:

@@ -9,6 +9,7 @@ grades, so that rollouts and updates have the memory; the way there and back tak
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,11 +22,10 @@ ENDLESS = 1 << 30
 
 
 class RewardModel:
-    """Grades with the model in a folder or of a hub name."""
-
-    __name__ = "model"
+    """Grades with the model in a folder or of a hub name; its rewards go by the last part of that name."""
 
     def __init__(self, path: str, device: str | None = None) -> None:
+        self.__name__ = Path(path).name
         self.path, self.device = path, device or ("cuda" if torch.cuda.is_available() else "cpu")
         try:
             self.tokenizer = AutoTokenizer.from_pretrained(path)

@@ -73,7 +73,7 @@ def build_reward(spec: str, grading: GradingConfig | None = None) -> Reward:
     if name not in REWARDS:
         return import_function(spec)
     given = _settings(spec, rest)
-    _, *parameters = inspect.signature(REWARDS[name]).parameters.values()
+    _, *parameters = inspect.signature(REWARDS[name]).parameters.values()  # grading comes first
     known = [parameter.name for parameter in parameters]
     for key in given:
         if key not in known:

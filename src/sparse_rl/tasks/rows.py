@@ -86,6 +86,7 @@ class RowsConfig:
             other = read_table(self.eval_file)
             held_out = self._prompts(other, self._layout_of(other), rewards, tokenizer, context)
         settings = {"name": self.name, **asdict(self), "layout": layout.name, "train_sha256": table.sha256[:16]}
+        settings |= {"grading": asdict(grading)} if grading is not None else {}
         return Rows(train, rewards, tokenizer, held_out, settings=settings)
 
     def _layout_of(self, table: Table) -> Layout:
@@ -155,10 +156,9 @@ def check_columns(prompts: dict[str, Prompt], rewards: Rewards) -> None:
                     f"reward {name!r} asks for the column {wanted!r}, which no row has: the columns are "
                     f"{', '.join(known) or 'none but the prompt'}. Rename one, or give task.answer_key."
                 )
-        check = getattr(function, "check", None)
-        for where, prompt in prompts.items() if check is not None else ():
-            wrong = check(prompt.columns)
-            if wrong is not None:
+        check: Any = getattr(function, "check", lambda columns: None)
+        for where, prompt in prompts.items():
+            if (wrong := check(prompt.columns)) is not None:
                 raise ValueError(f"{where} {wrong}; mend or remove it (reward {name!r}).")
 
 
