@@ -55,7 +55,6 @@ def read(arguments: list[str], parser: ArgumentParser) -> tuple[Namespace, Any, 
     task = build_task(settings["task"])
     if settings.unsafe_code:
         settings.grading.unsafe_code = True
-    build_section(GradingConfig, "grading", settings["grading"])  # or it is wrong
     parts: dict[str, Any] = {
         "kv": build_kv(settings["kv"]),
         "correction": build_correction(settings["correction"]),
@@ -67,6 +66,7 @@ def read(arguments: list[str], parser: ArgumentParser) -> tuple[Namespace, Any, 
         "lora": build_section(LoraConfig, "lora", settings["lora"]),
         "eval": build_section(EvalConfig, "eval", settings["eval"]),
         "config": build_section(TrainerConfig, "trainer", settings["trainer"]),
+        "grading": build_section(GradingConfig, "grading", settings["grading"]),
     }
     check_settings(parts["sampling"], parts["update"], parts["kv"], parts["config"])
     return settings, task, parts
@@ -94,10 +94,8 @@ def run(arguments: list[str]) -> None:
 
 def _train(settings: Namespace, task: Any, parts: dict[str, Any], processes: Processes) -> None:
     from sparse_rl.cli.plan import warn_of_memory
-    from sparse_rl.config import build_section
     from sparse_rl.model.load import load
     from sparse_rl.report.live import Live
-    from sparse_rl.tasks import GradingConfig
     from sparse_rl.train import Trainer
     from sparse_rl.train.folder import check_folder
 
@@ -111,7 +109,7 @@ def _train(settings: Namespace, task: Any, parts: dict[str, Any], processes: Pro
         warn_of_memory(settings, parts)
     dtype = model_dtype(settings.dtype)
     loaded = processes.together(lambda: load(settings.model, dtype=dtype, device=processes.device(settings.device)))
-    grading = build_section(GradingConfig, "grading", settings["grading"])
+    grading = parts.pop("grading")  # the task's, not the trainer's
     built = processes.together(lambda: task.build(loaded.tokenizer, context=loaded.context, grading=grading))
     trainer = processes.together(lambda: Trainer(loaded, built, observers=(Live(),), processes=processes, **parts))
     trainer.train()
@@ -204,9 +202,8 @@ def _resolved(settings: Namespace, task: Any, parts: dict[str, Any]) -> dict[str
     sections["kv"] = {"policy": parts["kv"].name, **asdict(parts["kv"])}
     given = {key: value for key, value in asdict(parts["correction"]).items() if value is not None}
     sections["correction"] = {"preset": settings.correction.preset, **given}
-    for name in ("sampling", "loss", "optimizer", "lora", "update", "eval", "engine"):
+    for name in ("sampling", "loss", "optimizer", "lora", "update", "eval", "engine", "grading"):
         sections[name] = asdict(parts[name])
-    sections["grading"] = settings.grading.as_dict()
     for name in TRAINER_SETS:
         del sections["sampling"][name]
     return sections
