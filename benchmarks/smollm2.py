@@ -141,8 +141,12 @@ def sampling(args: argparse.Namespace) -> dict[str, Any]:
 def task_flags(args: argparse.Namespace) -> list[str]:
     if args.task == "lookup":
         return ["--task.name", "lookup", "--task.pairs", "10"]
+    return [word for name, value in word_problems(args).items() for word in (f"--task.{name}", value)]
+
+
+def word_problems(args: argparse.Namespace) -> dict[str, str]:
     files = {"train_file": "train.jsonl", "eval_file": "held_out.jsonl"}
-    return ["--task.name", "words", *(x for key, f in files.items() for x in (f"--task.{key}", str(args.data / f)))]
+    return {key: str(args.data / file) for key, file in files.items()} | {"rewards": "last_number"}
 
 
 def train_command(args: argparse.Namespace, arm: str, budget: int) -> list[str]:
@@ -208,13 +212,14 @@ def built(args: argparse.Namespace, model: str) -> tuple[Any, Any]:
     """The model and the task."""
     from sparse_rl.cli.parsing import model_dtype
     from sparse_rl.model.load import load
-    from sparse_rl.tasks import TASKS
+    from sparse_rl.tasks import Lookup, RowsConfig
 
     loaded = load(model, dtype=model_dtype(dtype(args)), device=args.device)
-    settings: dict[str, Any] = {"pairs": 10}
-    if args.task == "words":
-        settings = {"train_file": str(args.data / "train.jsonl"), "eval_file": str(args.data / "held_out.jsonl")}
-    return loaded, TASKS[args.task](**settings).build(loaded.tokenizer)
+    if args.task == "lookup":
+        return loaded, Lookup(pairs=10).build(loaded.tokenizer)
+    settings = word_problems(args)
+    rows = RowsConfig(**(settings | {"rewards": (settings["rewards"],)}))
+    return loaded, rows.build(loaded.tokenizer, context=loaded.context)
 
 
 def sweep(args: argparse.Namespace) -> None:

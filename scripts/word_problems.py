@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Word problems for the task `words` and for a supervised warm start, from sets that lie in a folder.
+"""Word problems to train on (with the reward last_number) and for a supervised warm start, from sets in a folder.
 
     python scripts/word_problems.py DATA OUTPUT [--sets svamp asdiv ...] [--warm-only gsm8k]
 
@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from sparse_rl.tasks.boxed import is_number, plain
-from sparse_rl.tasks.jsonl import parse_lines, read_text
+from sparse_rl.tasks.files import read_table
 
 SETS = ("gsm8k", "svamp", "asdiv", "multiarith", "addsub", "singleop", "singleeq")
 SPELT = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"]
@@ -111,10 +111,11 @@ def other(number: str) -> Fraction:
 def read(path: Path, source: str) -> list[Problem]:
     """The rows whose answer is a number."""
     problems = []
-    for number, row in parse_lines(read_text(path.read_bytes(), str(path)), str(path)):
-        question = row.get("problem", row.get("question")) if isinstance(row, dict) else None
+    for place in read_table(str(path)).rows:
+        row = place.columns
+        question = row.get("problem", row.get("question"))
         if not isinstance(question, str):
-            raise ValueError(f'line {number} of {path} has no "problem"; mend or remove it.')
+            raise ValueError(f'{place.where} has no "problem"; mend or remove it.')
         answer = plain(str(row.get("answer", "")))
         if is_number(answer):
             worked = row.get("solution") or row.get("equation") or ""

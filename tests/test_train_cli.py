@@ -20,7 +20,7 @@ from sparse_rl.cli.trl_names import NAMES, REFUSED, VALUES, translate_keys
 from sparse_rl.metrics import read_log
 
 RECIPES = recipes("train")
-OWN = {"sampling": {"n": 8}, "task": {"name": "jsonl", "train_file": "train.jsonl", "rewards": ["rewards.py:one"]}}
+OWN = {"sampling": {"n": 8}, "task": {"name": "rows", "train_file": "train.jsonl", "rewards": ["rewards.py:one"]}}
 RUN = {"steps": 2, "prompts_per_step": 2}
 SHORT = {"n": 4, "max_tokens": 24}
 SPARSE = {"policy": "rkv", "budget": 12, "interval": 4, "window": 4}
@@ -92,7 +92,7 @@ def config(tmp_path):
         ["--model", "some/model", "--sampling.n", "4", "--bf16", "--device", "cuda:1", "--eval_steps", "0"],
         ["--sampling.stop", '["\\n", ": #", "yes"]', "--sampling.stop_ids", "[1, 2]", "--report_to", '["a", "b"]'],
         ["--trainer.save_total_limit", "null", "--optimizer.eps", "1e-12", "--engine.pool_bytes", "1000000"],
-        ["--model=tiny", "--sampling.n=2", "--task.name=jsonl", "--task.train_file=a: b.jsonl", "--task.rewards=a:b"],
+        ["--model=tiny", "--sampling.n=2", "--task.name=rows", "--task.train_file=a: b.jsonl", "--task.rewards=a:b"],
         [
             "--lora_r",
             "8",
@@ -173,6 +173,7 @@ GIVEN = {  # a value in TRL's words, and the setting it becomes, or why training
     "report_to": ("trackio", {"trainer.report_to": ["trackio"]}),
     "scale_rewards": ("none", {"trainer.advantage": "dr_grpo"}),
     "reward_weights": ([0.5], {"task.reward_weights": [0.5]}),
+    "chat_template_kwargs": ({"enable_thinking": False}, {"task.chat_template_kwargs": {"enable_thinking": False}}),
     "num_generations": (16, {"sampling.n": 16}),
     "max_completion_length": (99, {"sampling.max_tokens": 99}),
     "temperature": (0.7, {"sampling.temperature": 0.7}),
@@ -326,10 +327,14 @@ BAD = {
     "what the trainer sets": (["--sampling.top_logprobs", "3"], "unknown option 'sampling.top_logprobs'"),
     "abbreviation": (["--trainer.step", "3"], "unknown option 'trainer.step'; did you mean --trainer.steps?"),
     "a word for a number": (["--max_steps", "many"], "trainer.steps is 'many', which is not of type int"),
-    "unknown task": (["--task.name", "chains"], "task.name is 'chains'; choose one of chain, jsonl"),
-    "another task's setting": (["--task.train_file", "a"], "task.train_file is not a setting of the task 'chain'"),
+    "unknown task": (["--task.name", "chains"], "task.name is 'chains'; choose one of chain, lookup, rows"),
+    "another task's setting": (["--task.rewards", "a:b"], "task.rewards is not a setting of the task 'chain'"),
+    "a task's old name": (["--task.name", "jsonl"], "the task 'jsonl' has another name now; give --task.name rows"),
+    "a file without rewards": (["--task.train_file", "a"], "task.rewards is missing"),
+    "unknown layout": (["--task.train_file=a", "--task.rewards=b:c", "--task.layout=sft"], "choose one of auto, verl"),
+    "grading": (["--grading.workers", "-1"], "grading.workers is -1; it must be at least 0"),
     "letters": (["--task.letters", "1"], "letters is 1; it must lie between 2 and 16"),
-    "no train file": (["--task.name", "jsonl"], "task.train_file is missing"),
+    "no train file": (["--task.name", "rows"], "task.train_file is missing"),
     "unknown preset": (["--correction.preset", "sparse"], "correction.preset is 'sparse'; choose one of"),
     "unknown advantage": (["--trainer.advantage", "gae"], "trainer.advantage is 'gae'; choose one of"),
     "unknown loss": (["--loss_type", "ppo"], "loss_type is 'ppo'; grpo, dr_grpo, dapo, bnpo say how"),
@@ -494,7 +499,7 @@ def own(tmp_path):
     def arguments(body: str, rows: str = '{"prompt": "a=b1;b=a2;a|", "answer": "3"}\n') -> list[str]:
         (tmp_path / "train.jsonl").write_text(rows)
         (tmp_path / "reward.py").write_text(f"def mine(completions, answer, **_):\n    {body}\n")
-        task = {"name": "jsonl", "train_file": tmp_path / "train.jsonl", "rewards": f"{tmp_path / 'reward.py'}:mine"}
+        task = {"train_file": tmp_path / "train.jsonl", "rewards": f"{tmp_path / 'reward.py'}:mine"}
         folder = {"output_dir": tmp_path / "run"}
         return ["--model", "embedded", *flags(task=task, trainer=RUN | folder, sampling=SHORT, kv=SPARSE)]
 
@@ -510,10 +515,27 @@ def test_a_run_on_one_s_own_rows_and_reward(own, tmp_path):
     assert read_log(tmp_path / "run" / "metrics.jsonl")[-1]["rewards/mine/mean"] > 0
 
 
+def test_a_file_is_a_task_of_its_own(config):
+    """Whatever task the config names, and without its settings; several rewards, settings with commas."""
+    path = config({"task": {"name": "chain", "letters": 4}})
+    rewards = ["boxed", "overlong:limit=9,buffer=2", 'format:{"pattern": "a{1,2}: b"}']
+    for given, expected in ((json.dumps(rewards), rewards), (rewards[1], rewards[1:2]), (rewards[2], rewards[2:])):
+        settings = resolved("--config", path, "--task.train_file=mine.jsonl", "--task.rewards", given)
+        assert (settings["task.name"], settings["task.train_file"]) == ("rows", "mine.jsonl")
+        assert settings["task.rewards"] == expected and "task.letters" not in settings
+
+
+def test_unsafe_code_is_a_flag_of_grading():
+    assert resolved()["grading.unsafe_code"] is False
+    for flag in (["--unsafe-code"], ["--grading.unsafe_code", "true"]):
+        assert changes(resolved(), resolved(*flag)) == {"grading.unsafe_code": True}
+
+
 def test_run_json_says_where_rows_and_rewards_came_from(own, tmp_path):
     assert train(*own(FINE), "--trainer.steps", "0")[0] == 0
     settings = json.loads((tmp_path / "run" / "run.json").read_text())["config"]["task"]
     assert settings["train_file"] == str(tmp_path / "train.jsonl") and settings["rewards"]
+    assert settings["grading"]["timeout_s"] == 5.0
 
 
 @pytest.mark.parametrize(

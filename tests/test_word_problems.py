@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from sparse_rl.model.tiny import tiny_tokenizer
-from sparse_rl.tasks import Words
-from sparse_rl.tasks.words import last_number
+from sparse_rl.tasks import RowsConfig
+from sparse_rl.tasks.last_number import last_number
 
 PATH = Path(__file__).parents[1] / "scripts" / "word_problems.py"
 
@@ -82,7 +82,8 @@ def test_what_is_written(made, tmp_path):
     assert printed.splitlines()[2].split() == ["svamp", "1", "1", "1"]
     assert printed.splitlines()[-1].split()[1] == str(len(found["train"]))
     out = tmp_path / "out"
-    task = Words(train_file=str(out / "train.jsonl"), eval_file=str(out / "held_out.jsonl")).build(tiny_tokenizer())
+    files = {"train_file": str(out / "train.jsonl"), "eval_file": str(out / "held_out.jsonl")}
+    task = RowsConfig(**files, rewards=("last_number",)).build(tiny_tokenizer())
     assert len(task.train) == len(found["train"])
 
 

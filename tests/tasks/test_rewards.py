@@ -17,7 +17,7 @@ from sparse_rl.metrics import TIMES, read_log
 from sparse_rl.model.tiny import tiny_tokenizer
 from sparse_rl.tasks import Rewards
 from sparse_rl.tasks.chain import chain_tokenizer
-from sparse_rl.tasks.jsonl import make_prompt
+from sparse_rl.tasks.prompts import make_prompt
 from sparse_rl.train import checkpoint
 from sparse_rl.types import KVStats, Prompt, Rollout
 

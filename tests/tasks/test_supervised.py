@@ -8,7 +8,8 @@ import json
 import pytest
 
 from sparse_rl.model.tiny import tiny_tokenizer
-from sparse_rl.tasks.supervised import ExamplesConfig, make_example, read_examples
+from sparse_rl.tasks.files import read_table
+from sparse_rl.tasks.supervised import ExamplesConfig, make_example, make_examples
 
 TOKENIZER = tiny_tokenizer()
 EOS = TOKENIZER.eos_token_id
@@ -39,6 +40,10 @@ def file(tmp_path):
     return write
 
 
+def read_examples(path, tokenizer, end_ids, max_length):
+    return make_examples(read_table(str(path)), tokenizer, end_ids, max_length)
+
+
 def example(completion, prompt="ab", tokenizer=TOKENIZER, end_ids=(EOS,)):
     return make_example({"prompt": prompt, "completion": completion, "level": 3}, "row 0", tokenizer, end_ids)
 
@@ -62,6 +67,21 @@ def test_a_chat_is_written_up_to_where_its_answer_begins(chatty):
         example("ho", messages)
 
 
+def test_a_chat_to_imitate_is_written_in_trl_s_ways(chatty, tmp_path):
+    """As messages, as a prompt and a completion that are messages, from JSONL and from parquet."""
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
+    for row in ({"messages": messages}, {"prompt": messages[:1], "completion": messages[1:]}):
+        (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+        parquet = pytest.importorskip("pyarrow.parquet")
+        parquet.write_table(pytest.importorskip("pyarrow").Table.from_pylist([row]), tmp_path / "rows.parquet")
+        for name in ("rows.jsonl", "rows.parquet"):
+            (got,) = ExamplesConfig(train_file=str(tmp_path / name)).build(chatty, (EOS,), 100).train
+            assert got.prompt.text == "<user>hi<assistant>" and got.token_ids.tolist() == [104, 111, EOS]
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": messages[:1]}))
+    with pytest.raises(ValueError, match=r'line 1 of .* has no "completion"'):
+        ExamplesConfig(train_file=str(tmp_path / "rows.jsonl")).build(chatty, (EOS,), 100)
+
+
 GOOD = b'{"prompt": "a", "completion": "b"}\n'
 
 
@@ -75,7 +95,7 @@ GOOD = b'{"prompt": "a", "completion": "b"}\n'
         (b'{"prompt": "", "completion": "b"}', "is empty"),
         (b'{"completion": "b"}', 'has no "prompt"'),
         (b'{"prompt": 3, "completion": "b"}', 'has no "prompt"'),
-        (b'["a", "b"]', 'has no "prompt"'),
+        (b'["a", "b"]', "is a list; a row is an object"),
         (b'{"prompt": "a", "completion": "b"', "is not JSON"),
         (b'{"prompt": "a", "completion": "\\ud800"}', "the tokenizer cannot read the completion"),
         (b'{"prompt": "\\ud800", "completion": "b"}', "the tokenizer cannot read it"),
@@ -102,12 +122,13 @@ def test_long_rows_are_left_out_with_one_message(file, caplog):
     kept = read_examples(path, TOKENIZER, (EOS,), 10)
     assert len(kept) == 18 and {example.num_tokens for example in kept} == {10}
     (record,) = caplog.records
-    assert f"2 of 20 rows of {path} have more than 10 tokens, the first in line 5; they are left" in record.getMessage()
+    message = f"2 of 20 rows have more than 10 tokens, the first in line 5 of {path}; they are left out."
+    assert record.getMessage() == message
 
 
 def test_more_than_a_tenth_too_long_is_an_error(file):
     path = file([{"prompt": "p", "completion": "c" * (9 if i in (4, 7, 9) else 8)} for i in range(20)])
-    with pytest.raises(ValueError, match=r"3 of 20 rows .* the first in line 5; raise data.max_length, or shorten"):
+    with pytest.raises(ValueError, match=r"3 of 20 rows .* first in line 5 of .*; raise data.max_length, or shorten"):
         read_examples(path, TOKENIZER, (EOS,), 10)
 
 
@@ -118,7 +139,7 @@ def test_the_settings_decide_the_files_and_the_length(file, tmp_path):
     built = ExamplesConfig(train_file=str(path), eval_file=str(held_out)).build(TOKENIZER, (EOS,), 4)
     assert (len(built.train), len(built.eval)) == (1, 2)
     assert built.settings["train_file"] == str(path) and len(built.settings["train_sha256"]) == 16
-    for limit, message in ((3, "1 of 1 rows .* have more than 3"), (5, "data.max_length is 5, but .* context is 4")):
+    for limit, message in ((3, "1 of 1 rows have more than 3"), (5, "data.max_length is 5, but .* context is 4")):
         with pytest.raises(ValueError, match=message):
             ExamplesConfig(train_file=str(path), max_length=limit).build(TOKENIZER, (EOS,), 4)
     with pytest.raises(ValueError, match="have more than 3 tokens"):

@@ -154,7 +154,7 @@ PROGRAM = """
 
     STEPS = []
     sys.modules["grader"] = sys.modules["__main__"]
-    main(["train", "--model", "embedded", "--task.name", "jsonl", "--task.train_file", {rows!r}, "--task.rewards",
+    main(["train", "--model", "embedded", "--task.name", "rows", "--task.train_file", {rows!r}, "--task.rewards",
           "grader:reward", "--trainer.output_dir", {run!r}, "--trainer.steps", "3", "--trainer.prompts_per_step", "2",
           "--sampling.n", "2", "--sampling.max_tokens", "4"])
 """

@@ -99,7 +99,8 @@ def _check_command(settings: Namespace) -> None:
 
 def _read_prompts(settings: Namespace) -> list[Any]:
     """Strings or lists of chat messages, from the arguments, a file or standard input."""
-    from sparse_rl.tasks.jsonl import parse_rows, read_text
+    from sparse_rl.tasks.files import parse_lines, read_text
+    from sparse_rl.tasks.layouts import LAYOUTS
 
     if settings.prompt:
         if settings.prompts:
@@ -118,11 +119,11 @@ def _read_prompts(settings: Namespace) -> list[Any]:
         raise ValueError(f"{name} has no prompts; write one a line.")
     if not (name.endswith(".jsonl") or lines[0].lstrip().startswith("{")):
         return lines
-    return [row["prompt"] for _, row in parse_rows(text, name)]
+    return [LAYOUTS["trl"].split(row)[0] for row in parse_lines(text, name)]
 
 
 def _prompt(row: Any, index: int, loaded: LoadedModel) -> Prompt:
-    from sparse_rl.tasks.jsonl import make_prompt
+    from sparse_rl.tasks.prompts import make_prompt
 
     return make_prompt({"prompt": row, "index": index}, f"prompt {index}", loaded.tokenizer)
 

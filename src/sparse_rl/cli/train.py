@@ -44,6 +44,7 @@ def read(arguments: list[str], parser: ArgumentParser) -> tuple[Namespace, Any, 
     from sparse_rl.model.lora import LoraConfig
     from sparse_rl.objective.loss import LossConfig
     from sparse_rl.rollout import EngineConfig, Sampling
+    from sparse_rl.tasks import GradingConfig
     from sparse_rl.train import OptimizerConfig, TrainerConfig, UpdateConfig
     from sparse_rl.train.config import check_settings
 
@@ -52,6 +53,8 @@ def read(arguments: list[str], parser: ArgumentParser) -> tuple[Namespace, Any, 
             raise ValueError(f"{key} is null; give it a value or leave it out.")
     model_dtype(settings.dtype)  # or it is unknown
     task = build_task(settings["task"])
+    if settings.unsafe_code:
+        settings.grading.unsafe_code = True
     parts: dict[str, Any] = {
         "kv": build_kv(settings["kv"]),
         "correction": build_correction(settings["correction"]),
@@ -63,6 +66,7 @@ def read(arguments: list[str], parser: ArgumentParser) -> tuple[Namespace, Any, 
         "lora": build_section(LoraConfig, "lora", settings["lora"]),
         "eval": build_section(EvalConfig, "eval", settings["eval"]),
         "config": build_section(TrainerConfig, "trainer", settings["trainer"]),
+        "grading": build_section(GradingConfig, "grading", settings["grading"]),
     }
     check_settings(parts["sampling"], parts["update"], parts["kv"], parts["config"])
     return settings, task, parts
@@ -97,13 +101,16 @@ def _train(settings: Namespace, task: Any, parts: dict[str, Any], processes: Pro
 
     level = logging.WARNING if processes.first else logging.ERROR
     logging.basicConfig(format="sparse-rl: %(levelname)s: %(message)s", level=level, stream=sys.stderr)
+    if processes.first:
+        logging.getLogger("sparse_rl.tasks").setLevel(logging.INFO)  # which rows were read, and how
     processes.by_first(lambda: check_folder(parts["config"]))
     quiet_bars()
     if not processes.grouped:  # the plan is that of one process
         warn_of_memory(settings, parts)
     dtype = model_dtype(settings.dtype)
     loaded = processes.together(lambda: load(settings.model, dtype=dtype, device=processes.device(settings.device)))
-    built = processes.together(lambda: task.build(loaded.tokenizer))
+    grading = parts.pop("grading")  # the task's, not the trainer's
+    built = processes.together(lambda: task.build(loaded.tokenizer, context=loaded.context, grading=grading))
     trainer = processes.together(lambda: Trainer(loaded, built, observers=(Live(),), processes=processes, **parts))
     trainer.train()
 
@@ -114,6 +121,7 @@ def train_parser(command: str = "train", description: str = DESCRIPTION) -> Argu
     from sparse_rl.model.lora import LoraConfig
     from sparse_rl.objective.loss import LossConfig
     from sparse_rl.rollout import EngineConfig, Sampling
+    from sparse_rl.tasks import GradingConfig
     from sparse_rl.train import OptimizerConfig, TrainerConfig, UpdateConfig
 
     parser = make_parser(command, description)
@@ -121,6 +129,7 @@ def train_parser(command: str = "train", description: str = DESCRIPTION) -> Argu
     add_model(parser, default="embedded")
     if command == "train":
         parser.add_argument("--dry-run", action="store_true", help="print all settings as YAML and the plan, and stop")
+    parser.add_argument("--unsafe-code", action="store_true", help="the same as --grading.unsafe_code true")
     add_section(parser, "trainer", TrainerConfig)
     add_task_section(parser)
     add_kv_section(parser)
@@ -133,6 +142,7 @@ def train_parser(command: str = "train", description: str = DESCRIPTION) -> Argu
         ("update", UpdateConfig),
         ("eval", EvalConfig),
         ("engine", EngineConfig),
+        ("grading", GradingConfig),
     ):
         add_section(parser, name, component)
     parser.set_defaults({"sampling.n": 8})  # one completion has nothing to be compared with
@@ -148,6 +158,9 @@ def _with_recipe(arguments: list[str]) -> list[str]:
 def _configs_first(arguments: list[str]) -> list[str]:
     """Each --config FILE replaced by its settings, TRL's keys translated; before the flags, so that flags win."""
     names, others = split_configs(arguments)
+    options = {argument.partition("=")[0] for argument in others}
+    if "--task.train_file" in options and "--task.name" not in options:
+        others = ["--task.name", "rows", *others]  # the only task that has files
     configs = [_config(name) for name in names]
     for config in configs:
         _drop_unfit(config, others)
@@ -189,7 +202,7 @@ def _resolved(settings: Namespace, task: Any, parts: dict[str, Any]) -> dict[str
     sections["kv"] = {"policy": parts["kv"].name, **asdict(parts["kv"])}
     given = {key: value for key, value in asdict(parts["correction"]).items() if value is not None}
     sections["correction"] = {"preset": settings.correction.preset, **given}
-    for name in ("sampling", "loss", "optimizer", "lora", "update", "eval", "engine"):
+    for name in ("sampling", "loss", "optimizer", "lora", "update", "eval", "engine", "grading"):
         sections[name] = asdict(parts[name])
     for name in TRAINER_SETS:
         del sections["sampling"][name]

@@ -26,6 +26,7 @@ NAMES: dict[str, str] = {
     "report_to": "trainer.report_to",
     "scale_rewards": "trainer.advantage",
     "reward_weights": "task.reward_weights",
+    "chat_template_kwargs": "task.chat_template_kwargs",
     "num_generations": "sampling.n",
     "max_completion_length": "sampling.max_tokens",
     "temperature": "sampling.temperature",
@@ -54,6 +55,8 @@ NAMES: dict[str, str] = {
     "eval_steps": "eval.every",
     "num_generations_eval": "eval.n",
 }
+
+TABLES = ("chat_template_kwargs",)  # settings that have keys and values of their own
 
 VALUES: dict[str, dict[str, str]] = {
     "bf16": {"true": "bfloat16", "false": "float32"},
@@ -149,7 +152,7 @@ def translate_keys(settings: dict[str, Any]) -> dict[str, Any]:
 def _flat(settings: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Settings by their keys with dots; what is no table comes first, so that it is not hidden by one."""
     for key, value in sorted(settings.items(), key=lambda item: isinstance(item[1], dict)):
-        if isinstance(value, dict) and value:
+        if isinstance(value, dict) and value and key not in TABLES:
             yield from _flat(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value

@@ -3,22 +3,27 @@
 
 from sparse_rl.tasks.base import Graded, Reward, Rewards, Task, TaskConfig
 from sparse_rl.tasks.chain import Chain
-from sparse_rl.tasks.jsonl import JsonlConfig, Rows
 from sparse_rl.tasks.lookup import Lookup
-from sparse_rl.tasks.words import Words
+from sparse_rl.tasks.rewards import GradingConfig
+from sparse_rl.tasks.rows import Rows, RowsConfig
 
-TASKS: dict[str, type[TaskConfig]] = {task.name: task for task in (Chain, JsonlConfig, Lookup, Words)}
+TASKS: dict[str, type[TaskConfig]] = {task.name: task for task in (Chain, Lookup, RowsConfig)}
+RENAMED = {  # tasks that are now others
+    "jsonl": "give --task.name rows",
+    "words": "give --task.name rows --task.rewards last_number",
+}
 
 __all__ = [
+    "RENAMED",
     "TASKS",
     "Chain",
     "Graded",
-    "JsonlConfig",
+    "GradingConfig",
     "Lookup",
     "Reward",
     "Rewards",
     "Rows",
+    "RowsConfig",
     "Task",
     "TaskConfig",
-    "Words",
 ]

@@ -6,27 +6,40 @@ or None for a completion it declines to grade:
 
     def reward(prompts, completions, completion_ids, **columns) -> list[float | None]
 
-`columns` are the other keys of the dataset's rows, None where a row lacks one. A function that raises, or returns
-anything else, stops the run: a broken grader and a wrong answer are different things. One that could not grade a single
-completion (it hung, or its worker was killed) returns a `Failed` in that place, which is counted and left out.
+It may be an `async def`: all of those run at the same time. `columns` are the other keys of the dataset's rows, None
+where a row lacks one. A function that raises, or returns anything else, stops the run: a broken grader and a wrong
+answer are different things. One that could not grade a single completion (it hung, or its worker was killed) returns a
+`Failed` in that place: the completion is counted and left out, whatever the other functions say of it. A function may
+have a method `check(columns)`, which says what is wrong with a row of a file, or None.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
 import numbers
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from sparse_rl.grading import Failed
+from sparse_rl.tasks.event_loop import run_together
 from sparse_rl.types import Prompt, Rollout
 
+if TYPE_CHECKING:
+    from sparse_rl.tasks.rewards import GradingConfig
+
 GIVEN = ("prompts", "completions", "completion_ids")  # what every reward function gets beside the columns
-Reward = Callable[..., Sequence[float | Failed | None]]
+Given = Sequence[float | Failed | None]
+Reward = Callable[..., Given | Awaitable[Given]]
+
+
+def text_of(completion: Any) -> str:
+    """What the model wrote: the completion itself, or the content of a chat's last message."""
+    return str(completion if isinstance(completion, str) else completion[-1]["content"])
 
 
 class Task(Protocol):
@@ -43,19 +56,21 @@ class Task(Protocol):
 
 
 class TaskConfig(Protocol):
-    """A task's settings: a frozen dataclass, its name, and the task it makes for a tokenizer."""
+    """A task's settings: a frozen dataclass, its name, and the task it makes for a tokenizer and a model's context."""
 
     name: ClassVar[str]
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
-    def build(self, tokenizer: PreTrainedTokenizerBase) -> Task: ...
+    def build(
+        self, tokenizer: PreTrainedTokenizerBase, *, context: int | None = None, grading: GradingConfig | None = None
+    ) -> Task: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Graded:
     """Rewards of R completions."""
 
-    rewards: torch.Tensor  # (R,) fp64, the weighted sum; nan where every function declined
+    rewards: torch.Tensor  # (R,) fp64, the weighted sum; nan where every function declined or one failed
     by_function: dict[str, torch.Tensor]  # (R,) fp64 each, nan where it declined or failed
     failures: dict[str, dict[int, str]] = field(default_factory=dict)  # of each function, why by completion
 
@@ -92,21 +107,40 @@ class Rewards:
 
     def grade(self, rollouts: list[Rollout], tokenizer: PreTrainedTokenizerBase) -> Graded:
         """Call every function once with all completions."""
-        inputs = _inputs(rollouts, tokenizer)
         by_function, failures = {}, {}
-        for name, function in zip(self.names, self.functions, strict=True):
-            try:
-                given = function(**inputs)
-            except (Exception, SystemExit) as error:
-                raise ValueError(
-                    f"reward function {name!r} raised {type(error).__name__}: {error}; mend it, then resume."
-                ) from error
+        for name, given in self._called(_inputs(rollouts, tokenizer)).items():
             by_function[name], failures[name] = _checked(given, name, len(rollouts))
         stacked = torch.stack(list(by_function.values()))
         weights = torch.tensor(self.weights or [1.0] * len(self.functions), dtype=torch.float64)
         total = (stacked * weights[:, None]).nansum(dim=0)
         total[stacked.isnan().all(dim=0)] = math.nan
+        total[[i for failed in failures.values() for i in failed]] = math.nan
         return Graded(rewards=total, by_function=by_function, failures=failures)
+
+    def _called(self, inputs: dict[str, list[Any]]) -> dict[str, Any]:
+        """What each function returns; async ones run last, at the same time."""
+        given: dict[str, Any] = {}
+        try:
+            for name, function in zip(self.names, self.functions, strict=True):
+                try:
+                    given[name] = function(**inputs)
+                except (Exception, SystemExit) as error:
+                    raise _broken(name, error) from error
+            waiting = [name for name, value in given.items() if inspect.isawaitable(value)]
+            if waiting:
+                given |= zip(waiting, run_together([given[name] for name in waiting]), strict=True)
+        finally:
+            for value in given.values():
+                if inspect.iscoroutine(value):
+                    value.close()  # another function raised before it began
+        for name, value in given.items():
+            if isinstance(value, BaseException):
+                raise _broken(name, value) from value
+        return given
+
+
+def _broken(name: str, error: BaseException) -> ValueError:
+    return ValueError(f"reward function {name!r} raised {type(error).__name__}: {error}; mend it, then resume.")
 
 
 def _inputs(rollouts: list[Rollout], tokenizer: PreTrainedTokenizerBase) -> dict[str, list[Any]]:

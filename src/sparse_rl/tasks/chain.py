@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -98,11 +98,11 @@ class Chain:
     def rewards(self) -> Rewards:
         return Rewards((right_answer,))
 
-    def build(self, tokenizer: PreTrainedTokenizerBase) -> Chain:
+    def build(self, tokenizer: PreTrainedTokenizerBase, **_: Any) -> Chain:
         """Itself, if the tokenizer is the one its problems are written in."""
         if tokenizer.get_vocab() != TOKEN:
             raise ValueError(
-                "the task chain is written in the embedded model's tokens; for others give --task.name jsonl."
+                "the task chain is written in the embedded model's tokens; for others give --task.name rows."
             )
         return self
 

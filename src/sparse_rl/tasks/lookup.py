@@ -21,7 +21,7 @@ from typing import Any, ClassVar, Literal, get_args
 from transformers import PreTrainedTokenizerBase
 
 from sparse_rl.tasks.base import Rewards
-from sparse_rl.tasks.jsonl import as_turn, make_prompt
+from sparse_rl.tasks.prompts import as_turn, make_prompt
 from sparse_rl.types import Prompt
 
 Keys = Literal["words", "codes"]
@@ -67,7 +67,7 @@ class Lookup:
     def values(self) -> range:
         return range(10 ** (self.digits - 1), 10**self.digits)
 
-    def build(self, tokenizer: PreTrainedTokenizerBase) -> LookupTask:
+    def build(self, tokenizer: PreTrainedTokenizerBase, **_: Any) -> LookupTask:
         return LookupTask(self, tokenizer)
 
     def problem(self, name: str) -> tuple[str, str]:

@@ -1,28 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Completions to imitate, from JSONL files.
+"""Completions to imitate, from files and datasets (see `files`).
 
-A row is one JSON object with a "prompt" (a string or a list of chat messages) and a "completion" (a string); other keys
-are not read. A chat goes through the model's template up to where its answer begins. The completion is what the model
-should write there, and ends with the model's end token.
+A row has a "prompt" (a string or a list of chat messages) and a "completion" (a string or an assistant's message), or
+"messages" that end with an assistant's; other keys are not read. A chat goes through the model's template up to where
+its answer begins. The completion is what the model should write there, and ends with the model's end token.
 """
 
 from __future__ import annotations
 
-import hashlib
-import logging
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from sparse_rl.tasks.jsonl import make_prompt, parse_rows, read_text, take
+from sparse_rl.tasks.files import Table, read_table
+from sparse_rl.tasks.layouts import LAYOUTS
+from sparse_rl.tasks.prompts import check_known, make_prompt, short_enough
+from sparse_rl.tasks.rows import take
 from sparse_rl.types import Prompt
-
-logger = logging.getLogger(__name__)
-
-MAX_LEFT_OUT = 0.1  # share of the rows that may be too long
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +53,7 @@ class Examples:
 class ExamplesConfig:
     """The rows.
 
-    train_file: JSONL file with a "prompt" (a string or chat messages) and a "completion" (a string) in every row
+    train_file: file or dataset with "prompt" (a string or chat messages) and "completion", or "messages", in every row
     eval_file: the same, held out; without it, nothing is evaluated and no checkpoint is the best
     max_length: rows of more tokens, prompt and completion together, are left out; by default the model's context
     """
@@ -69,7 +65,7 @@ class ExamplesConfig:
     def __post_init__(self) -> None:
         if not self.train_file:
             raise ValueError(
-                "data.train_file is missing; name a JSONL file with a prompt and a completion in every row."
+                "data.train_file is missing; name a file or a dataset with a prompt and a completion in every row."
             )
         if self.max_length is not None and self.max_length < 2:
             raise ValueError(f"data.max_length is {self.max_length}; it must be at least 2.")
@@ -79,33 +75,28 @@ class ExamplesConfig:
         if self.max_length is not None and self.max_length > context:
             raise ValueError(f"data.max_length is {self.max_length}, but the model's context is {context}; lower it.")
         limit = self.max_length or context
-        train = read_examples(Path(self.train_file), tokenizer, end_ids, limit)
-        held_out = read_examples(Path(self.eval_file), tokenizer, end_ids, limit) if self.eval_file else []
-        digest = hashlib.sha256(Path(self.train_file).read_bytes()).hexdigest()[:16]
-        return Examples(train=train, eval=held_out, settings={**asdict(self), "train_sha256": digest})
+        table = read_table(self.train_file)
+        train = make_examples(table, tokenizer, end_ids, limit)
+        held_out = make_examples(read_table(self.eval_file), tokenizer, end_ids, limit) if self.eval_file else []
+        return Examples(train=train, eval=held_out, settings={**asdict(self), "train_sha256": table.sha256[:16]})
 
 
-def read_examples(
-    path: Path, tokenizer: PreTrainedTokenizerBase, end_ids: tuple[int, ...], max_length: int
+def make_examples(
+    table: Table, tokenizer: PreTrainedTokenizerBase, end_ids: tuple[int, ...], max_length: int
 ) -> list[Example]:
-    """The rows of a JSONL file that are short enough; errors name the line."""
-    rows = parse_rows(read_text(path.read_bytes(), str(path)), str(path))
-    examples = {number: make_example(row, f"line {number} of {path}", tokenizer, end_ids) for number, row in rows}
-    too_long = [number for number, example in examples.items() if example.num_tokens > max_length]
-    if too_long:
-        found = (
-            f"{len(too_long)} of {len(examples)} rows of {path} have more than {max_length} tokens, "
-            f"the first in line {too_long[0]}"
-        )
-        if len(too_long) > MAX_LEFT_OUT * len(examples):
-            raise ValueError(f"{found}; raise data.max_length, or shorten or remove them.")
-        logger.warning("%s; they are left out.", found)
-    return [example for example in examples.values() if example.num_tokens <= max_length]
+    """The rows that are short enough; errors name them."""
+    examples = {}
+    for row in table.rows:
+        prompt, columns = LAYOUTS["trl"].split(row)
+        examples[row.where] = make_example({**columns, "prompt": prompt}, row.where, tokenizer, end_ids)
+    return short_enough(examples, lambda example: example.num_tokens, max_length, "raise data.max_length")
 
 
 def make_example(row: Any, where: str, tokenizer: PreTrainedTokenizerBase, end_ids: tuple[int, ...]) -> Example:
     """A row as an example; `where` names it in errors."""
     completion = row.get("completion") if isinstance(row, dict) else None
+    if isinstance(completion, list) and len(completion) == 1 and isinstance(completion[0], dict):
+        completion = completion[0].get("content")  # TRL's way to write it in a chat
     if not isinstance(completion, str):
         raise ValueError(f'{where} has no "completion" that is a string; mend or remove it.')
     if not completion:
@@ -117,6 +108,7 @@ def make_example(row: Any, where: str, tokenizer: PreTrainedTokenizerBase, end_i
         raise ValueError(
             f"{where}: the tokenizer cannot read the completion ({type(error).__name__}: {error}); mend it."
         ) from error
+    check_known(completion, ids, where, tokenizer)
     if not ids or ids[-1] not in end_ids:
         ids.append(end_ids[0])
     return Example(prompt=prompt, token_ids=torch.tensor(ids))

@@ -59,8 +59,20 @@ def engine_metrics(rollouts: list[Rollout], stats: EngineStats, rows: int, secon
     }
 
 
-def warn(rollouts: list[Rollout], metrics: dict[str, float], kv: KVPolicy, warned: set[str]) -> None:
+def warn(rollouts: list[Rollout], graded: Graded, metrics: dict[str, float], kv: KVPolicy, warned: set[str]) -> None:
     """What the user would want to change, each once."""
+    found = {name: list(why.values()) for name, why in graded.failures.items() if why}
+    failed = [f"{name} {len(reasons)} times, the first: {reasons[0]}" for name, reasons in found.items()]
+    if bool(graded.rewards.isnan().all()) and "ungraded" not in warned:
+        warned |= {"ungraded", "failed"}
+        why = f"graders failed ({'; '.join(failed)})" if failed else "every reward function declined"
+        logger.warning("none of the step's %d completions has a reward, so nothing was learnt: %s.", len(rollouts), why)
+    elif failed and "failed" not in warned:
+        warned.add("failed")
+        logger.warning(
+            "some completions could not be graded and are left out (%s); rewards/NAME/failed counts them.",
+            "; ".join(failed),
+        )
     evicts = isinstance(kv, EvictPolicy)
     if evicts and not any(rollout.kv.num_compressions for rollout in rollouts) and "budget" not in warned:
         warned.add("budget")

@@ -137,7 +137,7 @@ class Trainer:
         self._record(rollouts, graded, advantages_R, updated)
         self.guards.note(updated.bad, self.update_config.num_updates, graded.rewards, self.step, run.folder)
         metrics = rollout_metrics(rollouts, graded, self._groups(rollouts)) | speed | updated.metrics
-        warn(rollouts, metrics, self.kv, run.warned)
+        warn(rollouts, graded, metrics, self.kv, run.warned)
         run.remember(metrics)
         self.guards.check_finite()
         self.guards.check_together(self.learner.device)

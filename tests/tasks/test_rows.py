@@ -1,19 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows come from JSONL files, each once an epoch; a wrong line or reward is named in one sentence."""
+"""Rows come from files, each once an epoch; a wrong line or reward is named in one sentence."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import random
 import sys
 
 import pytest
+from small_run import small_trainer
 
+from sparse_rl.evaluate import EvalConfig
+from sparse_rl.metrics import read_log
+from sparse_rl.model.load import load
 from sparse_rl.model.tiny import tiny_tokenizer
-from sparse_rl.tasks import JsonlConfig, Rewards, Rows
+from sparse_rl.tasks import Rewards, Rows, RowsConfig
 from sparse_rl.tasks.chain import chain_tokenizer
-from sparse_rl.tasks.jsonl import import_function, read_prompts
+from sparse_rl.tasks.rewards import import_function
 
 TOKENIZER = chain_tokenizer()
 
@@ -30,12 +35,18 @@ def order(task: Rows, start: int, count: int, seed: int = 0) -> list[int]:
     return [prompt.columns["number"] for prompt in task.stream(start, count, seed)]
 
 
+def read(path, tokenizer=TOKENIZER, **settings):
+    """The prompts of a file, in its order."""
+    config = RowsConfig(train_file=str(path), rewards=("small_run:digits",), **settings)
+    return config.build(tokenizer).train
+
+
 BAD_FILES = {
     "no prompt": (b'{"prompt": "a"}\n{"question": "b"}\n', 'line 2 of .* has no "prompt"'),
     "prompt is null": (b'{"prompt": null}\n', 'line 1 of .* has no "prompt"'),
     "prompt is a number": (b'\n{"prompt": 3}\n', 'line 2 of .* has no "prompt"'),
     "prompt is a table": (b'{"prompt": {"role": "user"}}\n', 'line 1 of .* has no "prompt"'),
-    "not an object": (b'{"prompt": "a"}\n"prompt"\n', 'line 2 of .* has no "prompt"'),
+    "not an object": (b'{"prompt": "a"}\n"prompt"\n', "line 2 of .* is a str; a row is an object"),
     "not JSON": (b'{"prompt": "a"}\n\n{"prompt": "b"\n', "line 3 of .* is not JSON"),
     "single quotes": (b"{'prompt': 'a'}\n", "line 1 of .* is not JSON"),
     "nested": (b'{"prompt": "a"}\n' + b"[" * 100_000, "line 2 of .* is not JSON"),
@@ -51,7 +62,7 @@ def test_a_wrong_line_is_named(case, tmp_path):
     content, message = BAD_FILES[case]
     (tmp_path / "rows.jsonl").write_bytes(content)
     with pytest.raises(ValueError, match=message) as caught:
-        read_prompts(tmp_path / "rows.jsonl", TOKENIZER)
+        read(tmp_path / "rows.jsonl")
     assert "rows.jsonl" in str(caught.value) and "\n" not in str(caught.value)
 
 
@@ -67,18 +78,18 @@ UNNAMED = {
 def test_the_line_is_named_whatever_is_wrong_with_it(case, tmp_path):
     (tmp_path / "rows.jsonl").write_bytes(UNNAMED[case])
     with pytest.raises(ValueError, match=r"line 3 of .*rows\.jsonl"):
-        JsonlConfig(train_file=str(tmp_path / "rows.jsonl"), rewards=("math:hypot",)).build(TOKENIZER)
+        read(tmp_path / "rows.jsonl")
 
 
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(OSError, match=r"nowhere\.jsonl"):
-        read_prompts(tmp_path / "nowhere.jsonl", TOKENIZER)
+        read(tmp_path / "nowhere.jsonl")
 
 
 def test_rows_survive_unusual_files(tmp_path):
     """A byte-order mark, CRLF, no newline at the end, separators that are no newline."""
     (tmp_path / "rows.jsonl").write_bytes('\ufeff{"prompt": "a\u2028b"}\r\n\r\n{"prompt": "ü", "x": [1]}'.encode())
-    found = read_prompts(tmp_path / "rows.jsonl", TOKENIZER)
+    found = read(tmp_path / "rows.jsonl", tiny_tokenizer())
     assert [(prompt.text, prompt.columns) for prompt in found] == [("a\u2028b", {}), ("ü", {"x": [1]})]
 
 
@@ -105,7 +116,7 @@ def test_a_task_from_files(tmp_path):
         lines = [json.dumps({"prompt": letter, "answer": ord(letter)}) for letter in letters]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
     (tmp_path / "mine.py").write_text("def one(completions, **_): return [1.0 for _ in completions]\n")
-    config = JsonlConfig(
+    config = RowsConfig(
         train_file=str(tmp_path / "train.jsonl"),
         eval_file=str(tmp_path / "eval.jsonl"),
         rewards=(f"{tmp_path}/mine.py:one", "small_run:digits"),
@@ -116,15 +127,15 @@ def test_a_task_from_files(tmp_path):
     assert [prompt.text for prompt in task.held_out(2)] == ["d", "e"]
     assert [prompt.columns for prompt in task.held_out(99)] == [{"answer": ord(letter)} for letter in "defg"]
     assert (task.rewards.names, task.rewards.weights) == (("one", "digits"), (1.0, 0.5))
-    without = JsonlConfig(train_file=str(tmp_path / "train.jsonl"), rewards=("small_run:digits",)).build(TOKENIZER)
+    without = RowsConfig(train_file=str(tmp_path / "train.jsonl"), rewards=("small_run:digits",)).build(TOKENIZER)
     assert without.held_out(4) == []
 
 
 def test_settings_that_are_missing():
     with pytest.raises(ValueError, match=r"task\.train_file is missing"):
-        JsonlConfig(rewards=("math:hypot",))
+        RowsConfig(rewards=("math:hypot",))
     with pytest.raises(ValueError, match=r"task\.rewards is missing"):
-        JsonlConfig(train_file="train.jsonl")
+        RowsConfig(train_file="train.jsonl")
     with pytest.raises(ValueError, match="no rows to train on"):
         Rows([], Rewards((zero,)), TOKENIZER)
 
@@ -157,7 +168,9 @@ WRONG_FUNCTIONS = {
     "missing module": ("no_such_module:f", "'no_such_module:f' cannot be imported: ModuleNotFoundError"),
     "missing function": ("math:no_such_function", "math has no function 'no_such_function'"),
     "not a function": ("math:pi", "math has no function 'pi'"),
-    "no colon": ("math", "is not of the form"),
+    "no colon": ("hypot", "is not of the form .*, nor one of boxed"),
+    "nearly a name": ("last_numbr", "did you mean 'last_number'"),
+    "nearly a name with settings": ("overlog:limit=3,buffer=1", "Did you mean 'overlong'"),
     "no function": ("math:", "is not of the form"),
     "no module": (":f", "is not of the form"),
     "missing file": ("{folder}/nowhere.py:f", "nowhere.py:f' cannot be imported: FileNotFoundError"),
@@ -184,3 +197,25 @@ def test_a_file_named_like_a_module_does_not_take_its_place(tmp_path, monkeypatc
     (tmp_path / "colorsys.py").write_text("def f(**_): return []\n")
     import_function(f"{tmp_path}/colorsys.py:f")
     assert sys.modules["colorsys"] is before
+
+
+def test_a_resumed_run_goes_on_at_the_next_row(tmp_path):
+    """Seven rows, two a step, so that an epoch ends inside a step."""
+    lines = [json.dumps({"prompt": f"a=b{i};b=a{i};a|", "number": i}) for i in range(7)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
+    config = RowsConfig(train_file=str(tmp_path / "rows.jsonl"), rewards=("small_run:digits",))
+
+    def train(folder, **settings):
+        loaded = load("embedded")
+        task = config.build(loaded.tokenizer, context=loaded.context)
+        parts = {"eval": EvalConfig(every=0)}
+        small_trainer(folder, task=task, loaded=loaded, parts=parts, log_completions=8, **settings).train()
+        return task, [record["prompt"] for record in read_log(folder / "completions.jsonl")][::4]
+
+    task, seen = train(tmp_path / "run", steps=2, save_every=1)
+    assert seen == [prompt.text for prompt in task.stream(0, 4, 0)]
+    task, seen = train(tmp_path / "run", steps=5, save_every=1, resume_from_checkpoint=True)
+    assert seen == [prompt.text for prompt in task.stream(0, 10, 0)] and len(set(seen[:7])) == 7
+    digest = hashlib.sha256((tmp_path / "rows.jsonl").read_bytes()).hexdigest()
+    recorded = json.loads((tmp_path / "run" / "run.json").read_text())["config"]["task"]
+    assert (recorded["train_sha256"], recorded["layout"]) == (digest[:16], "trl")

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from sparse_rl.model.tiny import tiny_tokenizer
-from sparse_rl.tasks import Words
-from sparse_rl.tasks.words import last_number, last_number_right
+from sparse_rl.tasks import RowsConfig
+from sparse_rl.tasks.last_number import LastNumber, last_number
 
+last_number_right = LastNumber()
 SVAMP = Path(__file__).parents[1] / "data" / "svamp.jsonl"
 
 
@@ -63,6 +64,10 @@ def test_numbers_survive_their_ways_of_being_written():
         assert Fraction(last_number(said)) == value, (seed, said)
 
 
+def words(path, **settings):
+    return RowsConfig(train_file=path, rewards=("last_number",), **settings)
+
+
 def write(path, *rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
@@ -72,20 +77,20 @@ def test_questions_become_prompts_with_and_without_a_chat_template(tmp_path):
     rows = [{"question": f"How many are {i} and 1?", "answer": i + 1, "source": "x"} for i in range(3)]
     path = write(tmp_path / "rows.jsonl", *rows)
     tokenizer = tiny_tokenizer()
-    task = Words(train_file=path).build(tokenizer)
+    task = words(path).build(tokenizer)
     assert {(prompt.text, prompt.columns["answer"]) for prompt in task.stream(0, 3, 0)} == {
         (f"How many are {i} and 1?\n", i + 1) for i in range(3)
     }
-    assert task.held_out(5) == [] and task.settings["name"] == "words" and len(task.settings["train_sha256"]) == 16
+    assert task.held_out(5) == [] and task.settings["layout"] == "problem" and len(task.settings["train_sha256"]) == 16
     tokenizer.chat_template = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}[assistant]"
-    held_out = Words(train_file=path, eval_file=path).build(tokenizer).held_out(2)
+    held_out = words(path, eval_file=path).build(tokenizer).held_out(2)
     assert [prompt.text for prompt in held_out] == [f"[user]How many are {i} and 1?[assistant]" for i in range(2)]
     assert held_out[1].messages == ({"role": "user", "content": "How many are 1 and 1?"},)
     assert held_out[1].columns == {"answer": 2, "source": "x"}
 
 
 def test_a_published_set_loads_and_its_own_answers_are_right():
-    prompts = Words(train_file=str(SVAMP), eval_file=str(SVAMP)).build(tiny_tokenizer()).held_out(100)
+    prompts = words(str(SVAMP), eval_file=str(SVAMP)).build(tiny_tokenizer()).held_out(100)
     answers = [prompt.columns["answer"] for prompt in prompts]
     assert len(prompts) == 30
     assert last_number_right([f"The answer is {answer}." for answer in answers], answers) == [1.0] * 30
@@ -95,10 +100,9 @@ def test_a_published_set_loads_and_its_own_answers_are_right():
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"answer": "3"}, 'line 2 of .*rows.jsonl has no "question"'),
+        ({"answer": "3"}, 'line 2 of .*rows.jsonl has no "problem"'),
         ({"question": ["a"], "answer": "3"}, 'line 2 of .* has no "question"'),
-        ("question", 'line 2 of .* has no "question"'),
-        ({"question": "a"}, "line 2 of .* has the answer None, which is not a number"),
+        ({"question": "a"}, 'line 2 of .* has no "answer"'),
         ({"question": "a", "answer": "3 apples"}, "has the answer '3 apples', which is not a number"),
         ({"question": "a", "answer": True}, "has the answer True"),
         ({"question": "a", "answer": float("nan")}, "has the answer nan"),
@@ -108,9 +112,4 @@ def test_a_published_set_loads_and_its_own_answers_are_right():
 def test_a_wrong_row_is_named(row, message, tmp_path):
     path = write(tmp_path / "rows.jsonl", {"question": "a", "answer": "1"}, row)
     with pytest.raises(ValueError, match=message):
-        Words(train_file=path).build(tiny_tokenizer())
-
-
-def test_a_file_is_needed():
-    with pytest.raises(ValueError, match=r"task.train_file is missing"):
-        Words()
+        words(path).build(tiny_tokenizer())

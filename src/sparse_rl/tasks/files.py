@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rows of a dataset, wherever they lie, each with its place for errors.
+
+rows.jsonl                    one JSON object a line
+rows.json                     a list of JSON objects (or one a line)
+rows.parquet                  needs the extra `data`, as the following do
+folder                        what datasets' save_to_disk wrote
+hub:openai/gsm8k:main:train   a dataset of the hub: hub:NAME, hub:NAME:SPLIT or hub:NAME:CONFIG:SPLIT
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+HUB = "hub:"
+INSTALL = "pip install 'sparse-rl[data]'"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Row("line 3 of train.jsonl", {"prompt": "2+2=", "answer": "4"})"""
+
+    where: str
+    columns: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """At least one row, and the hash of what they were read from (of themselves, for a dataset)."""
+
+    name: str
+    rows: list[Row]
+    sha256: str
+
+
+def read_table(source: str) -> Table:
+    """The rows that a file, a folder or a name of the hub stands for; errors name the row."""
+    if source.startswith(HUB):
+        return _dataset_table(source, _from_hub(source))
+    path = Path(source)
+    if path.is_dir():
+        return _dataset_table(source, _from_folder(path))
+    content = path.read_bytes()
+    if path.suffix == ".parquet":
+        rows = _numbered(_from_parquet(content, source), source)
+    else:
+        text = read_text(content, source)
+        is_list = path.suffix == ".json" and text.lstrip().startswith("[")
+        rows = _numbered(_parse(text, source), source) if is_list else parse_lines(text, source)
+    return Table(source, rows, hashlib.sha256(content).hexdigest())
+
+
+def read_text(content: bytes, name: str) -> str:
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise ValueError(f"line {line} of {name} is not text in UTF-8; convert it.") from error
+
+
+def parse_lines(text: str, name: str) -> list[Row]:
+    """JSON objects, one a line, each with its line's number."""
+    rows = []
+    for number, line in enumerate(text.split("\n"), start=1):  # other separators may stand inside a prompt
+        if line.strip():
+            where = f"line {number} of {name}"
+            rows.append(_row(_parse(line, where), where))
+    if not rows:
+        raise ValueError(f"{name} has no rows; write one JSON object a line.")
+    return rows
+
+
+def _parse(text: str, where: str) -> Any:
+    try:
+        return json.loads(text, object_pairs_hook=_object)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where} is not JSON ({error}); mend or remove it.") from error
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} stands there twice")
+    return found
+
+
+def _numbered(values: Iterable[Any], name: str) -> list[Row]:
+    """Rows counted from 1."""
+    rows = [_row(value, f"row {i} of {name}") for i, value in enumerate(values, start=1)]
+    if not rows:
+        raise ValueError(f"{name} has no rows; choose another file.")
+    return rows
+
+
+def _row(value: Any, where: str) -> Row:
+    if not isinstance(value, dict):
+        kind = type(value).__name__
+        raise ValueError(f"{where} is a {kind}; a row is an object with keys and values. Mend or remove it.")
+    return Row(where, value)
+
+
+def _from_parquet(content: bytes, name: str) -> list[dict[str, Any]]:
+    parquet, arrow = _optional("pyarrow.parquet", name), _optional("pyarrow", name)
+    try:
+        file = parquet.ParquetFile(arrow.BufferReader(content))
+        columns = file.schema_arrow.names
+        twice = next((column for column in columns if columns.count(column) > 1), None)
+        rows: list[dict[str, Any]] = file.read().to_pylist() if twice is None else []
+    except (arrow.ArrowException, OSError) as error:
+        raise ValueError(f"{name} is not a parquet file ({_first_line(error)}); convert it.") from error
+    if twice is not None:
+        raise ValueError(f"{name} has two columns {twice!r}; rename or remove one.")
+    return rows
+
+
+def _from_folder(path: Path) -> Any:
+    if not any((path / name).is_file() for name in ("state.json", "dataset_dict.json")):
+        raise ValueError(f"{path} is a folder without a dataset that save_to_disk wrote; name a file.")
+    datasets = _optional("datasets", str(path))
+    found = datasets.load_from_disk(str(path))
+    if isinstance(found, datasets.DatasetDict):
+        choices = ", ".join(str(path / split) for split in found)
+        raise ValueError(f"{path} has several splits; name one of {choices}.")
+    return found
+
+
+def _from_hub(source: str) -> Any:
+    parts = source.removeprefix(HUB).split(":")
+    if not all(parts) or len(parts) > 3:
+        raise ValueError(f"{source!r} is not of the form hub:NAME, hub:NAME:SPLIT or hub:NAME:CONFIG:SPLIT.")
+    name, config, split = parts[0], parts[1] if len(parts) == 3 else None, parts[-1] if len(parts) > 1 else "train"
+    datasets = _optional("datasets", source)
+    try:
+        return datasets.load_dataset(name, config, split=split)
+    except Exception as error:  # no network, no such name, a config that must be chosen
+        reason = f"{type(error).__name__}: {_first_line(error)}"
+        raise ValueError(f"{source} cannot be read from the hub ({reason}); mend the name, or give a file.") from error
+
+
+def _dataset_table(source: str, dataset: Any) -> Table:
+    rows = _numbered(dataset, source)
+    digest = hashlib.sha256()
+    for row in rows:
+        digest.update(json.dumps(row.columns, sort_keys=True, default=str).encode())
+    return Table(source, rows, digest.hexdigest())
+
+
+def _optional(module: str, name: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ValueError(f"{name} needs {module.partition('.')[0]} to be read; run: {INSTALL}") from error
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [""])[0]

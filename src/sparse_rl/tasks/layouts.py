@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which of a row's columns is the prompt, and which the answer.
+
+    trl       {"prompt": string or messages, ...}, or {"messages": [..., the answer to imitate]}; nothing is renamed
+    verl      {"prompt": messages, "reward_model": {"ground_truth": ...}, "data_source": ..., "extra_info": ...}
+    slime     {"prompt" or "text": string or messages, "label": ..., "metadata": ...}
+    problem   {"problem" or "question": string, "answer": ...}: text that a template makes a prompt of
+
+The answer becomes the column `answer`; all other columns go to the reward functions under their own names.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from sparse_rl.tasks.files import Row
+
+MISSING = object()
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The keys of a prompt, of which a row has one, and of its answer; a dot leads into a table."""
+
+    name: str
+    prompts: tuple[str, ...]
+    answer: str | None = None
+    templated: bool = False  # a string is a problem, not yet a prompt
+
+    def fits(self, columns: dict[str, Any]) -> bool:
+        known = [key for key in (*self.prompts, self.answer) if key and find(columns, key) is not MISSING]
+        return any(key in known for key in self.prompts) and (self.answer is None or self.answer in known)
+
+    def split(self, row: Row) -> tuple[str | list[Any], dict[str, Any]]:
+        """The prompt as the row has it, and the columns."""
+        key = next((key for key in self.prompts if find(row.columns, key) is not MISSING), self.prompts[0])
+        prompt = find(row.columns, key)
+        kinds = "string" if self.templated else "string or a list of messages"
+        if not isinstance(prompt, str if self.templated else str | list):
+            raise ValueError(f'{row.where} has no "{key}" that is a {kinds}; mend or remove it{self._said()}.')
+        columns = {name: value for name, value in row.columns.items() if name != key}
+        if self.answer is not None:
+            answer = find(row.columns, self.answer)
+            if answer is MISSING or answer is None:
+                raise ValueError(f'{row.where} has no "{self.answer}"; mend or remove it{self._said()}.')
+            columns["answer"] = answer
+        if key == "messages" and isinstance(prompt, list) and _is_answer(prompt):
+            prompt, columns["completion"] = prompt[:-1], prompt[-1].get("content")
+        return prompt, columns
+
+    def _said(self) -> str:
+        return f" (the layout is {self.name})"
+
+
+# In the order in which they are looked for.
+LAYOUTS = {
+    layout.name: layout
+    for layout in (
+        Layout("verl", ("prompt",), "reward_model.ground_truth"),
+        Layout("slime", ("prompt", "text"), "label"),
+        Layout("trl", ("prompt", "messages")),
+        Layout("problem", ("problem", "question"), "answer", templated=True),
+    )
+}
+
+
+def choose_layout(name: str, prompt_key: str | None, answer_key: str | None, first: Row) -> Layout:
+    """The layout of that name, or for "auto" the one that the first row has; keys that are given replace its own."""
+    name = "trl" if name == "auto" and prompt_key else name
+    layout = _recognise(first) if name == "auto" else LAYOUTS[name]
+    layout = replace(layout, prompts=(prompt_key,)) if prompt_key else layout
+    return replace(layout, answer=answer_key) if answer_key else layout
+
+
+def find(columns: dict[str, Any], key: str) -> Any:
+    """The value under a key, or under a path of keys with dots; MISSING if there is none."""
+    if key in columns:
+        return columns[key]
+    first, dot, rest = key.partition(".")
+    inner = columns.get(first)
+    return find(inner, rest) if dot and isinstance(inner, dict) else MISSING
+
+
+def _recognise(row: Row) -> Layout:
+    for layout in LAYOUTS.values():
+        if layout.fits(row.columns) and not (layout.name == "slime" and "answer" in row.columns):
+            return layout
+    raise ValueError(
+        f"{row.where} has the columns {', '.join(row.columns) or 'none at all'}, in which no layout has a prompt; name "
+        "them with prompt_key and answer_key."
+    )
+
+
+def _is_answer(messages: list[Any]) -> bool:
+    return bool(messages) and isinstance(messages[-1], dict) and messages[-1].get("role") == "assistant"

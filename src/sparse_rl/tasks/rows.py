@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The user's own rows and rewards: prompts from files and datasets, shuffled anew each epoch.
+
+`files` says where rows may lie, `layouts` which of their columns is the prompt, `rewards` which functions have a name.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from sparse_rl.tasks.base import GIVEN, Rewards
+from sparse_rl.tasks.files import Table, read_table
+from sparse_rl.tasks.layouts import LAYOUTS, Layout, choose_layout
+from sparse_rl.tasks.prompts import Style, default_template, find_template, make_prompt, short_enough
+from sparse_rl.tasks.rewards import build_reward
+from sparse_rl.types import Prompt
+
+if TYPE_CHECKING:
+    from sparse_rl.tasks.rewards import GradingConfig
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowsConfig:
+    """Your own prompts and rewards.
+
+    train_file: JSONL, JSON or parquet file, folder of save_to_disk, or hub:NAME, hub:NAME:SPLIT, hub:NAME:CONFIG:SPLIT
+    eval_file: the same, for evaluation; without it, nothing is evaluated
+    rewards: names with their settings ("math", "overlong:limit=512,buffer=64"), "module:function" or "file.py:function"
+    reward_weights: one a function; 1 each, if none are given
+    layout: of the rows, trl, verl, slime or problem; auto tells by their columns
+    prompt_key: column of the prompt, where the layout has another; a dot leads into a table
+    answer_key: column that rewards know as `answer`, where the layout has another; a dot leads into a table
+    template: a template's name, or a text with {problem} in it, for prompts that are strings
+    system: system message of every chat
+    chat_template_kwargs: what the model's chat template should know, as {"enable_thinking": false}
+    max_prompt_tokens: rows with longer prompts are left out, a tenth at most; the model's context is always a limit
+    """
+
+    name: ClassVar[str] = "rows"
+
+    train_file: str = ""
+    eval_file: str | None = None
+    rewards: tuple[str, ...] = ()
+    reward_weights: tuple[float, ...] = ()
+    layout: str = "auto"
+    prompt_key: str | None = None
+    answer_key: str | None = None
+    template: str | None = None
+    system: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    max_prompt_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.train_file:
+            raise ValueError("task.train_file is missing; name a file or a dataset with a prompt in every row.")
+        if not self.rewards:
+            raise ValueError(
+                'task.rewards is missing; give names, or functions as "module:function" or "file.py:function".'
+            )
+        if self.layout not in ("auto", *LAYOUTS):
+            raise ValueError(f"task.layout is {self.layout!r}; choose one of auto, {', '.join(LAYOUTS)}.")
+        if self.max_prompt_tokens is not None and self.max_prompt_tokens < 1:
+            raise ValueError(f"task.max_prompt_tokens is {self.max_prompt_tokens}; it must be at least 1.")
+
+    def build(
+        self, tokenizer: PreTrainedTokenizerBase, *, context: int | None = None, grading: GradingConfig | None = None
+    ) -> Rows:
+        """Read the files. Prompts must leave room for at least one token in the `context`."""
+        rewards = Rewards(tuple(build_reward(spec, grading) for spec in self.rewards), self.reward_weights)
+        table = read_table(self.train_file)
+        layout = self._layout_of(table)
+        train = self._prompts(table, layout, rewards, tokenizer, context)
+        held_out = []
+        if self.eval_file:
+            other = read_table(self.eval_file)
+            held_out = self._prompts(other, self._layout_of(other), rewards, tokenizer, context)
+        settings = {"name": self.name, **asdict(self), "layout": layout.name, "train_sha256": table.sha256[:16]}
+        settings |= {"grading": asdict(grading)} if grading is not None else {}
+        return Rows(train, rewards, tokenizer, held_out, settings=settings)
+
+    def _layout_of(self, table: Table) -> Layout:
+        return choose_layout(self.layout, self.prompt_key, self.answer_key, table.rows[0])
+
+    def _prompts(
+        self,
+        table: Table,
+        layout: Layout,
+        rewards: Rewards,
+        tokenizer: PreTrainedTokenizerBase,
+        context: int | None,
+    ) -> list[Prompt]:
+        template = find_template(self.template, tokenizer) if self.template is not None else None
+        if template is None and layout.templated:
+            template = default_template(tokenizer)
+        style = Style(template=template, system=self.system)
+        prompts = {}
+        for row in table.rows:
+            prompt, columns = layout.split(row)
+            written = {**columns, "prompt": style.write(prompt, row.where)}
+            prompts[row.where] = make_prompt(written, row.where, tokenizer, self.chat_template_kwargs)
+        check_columns(prompts, rewards)
+        longest = max(len(prompt.ids) for prompt in prompts.values())
+        logger.info("%s: %d rows, layout %s, longest prompt %d tokens.", table.name, len(prompts), layout.name, longest)
+        limits = [self.max_prompt_tokens, context - 1 if context is not None else None]
+        limit = min((limit for limit in limits if limit is not None), default=None)
+        if limit is None:
+            return list(prompts.values())
+        own = limit == self.max_prompt_tokens
+        remedy = "raise task.max_prompt_tokens" if own else "give a model with a longer context"
+        return short_enough(prompts, lambda prompt: len(prompt.ids), limit, remedy)
+
+
+class Rows:
+    """A task from rows in memory: dicts with a "prompt" and any other columns, or prompts that are ready."""
+
+    def __init__(
+        self,
+        rows: Sequence[dict[str, Any] | Prompt],
+        rewards: Rewards,
+        tokenizer: PreTrainedTokenizerBase,
+        eval_rows: Sequence[dict[str, Any] | Prompt] = (),
+        settings: dict[str, Any] | None = None,
+    ) -> None:
+        if not rows:
+            raise ValueError("there are no rows to train on.")
+        self.rewards = rewards
+        self.settings = settings or {"name": "rows", "rewards": list(rewards.names)}  # what a run's record says of it
+        self.train = [_as_prompt(row, f"row {i}", tokenizer) for i, row in enumerate(rows)]
+        self.eval = [_as_prompt(row, f"evaluation row {i}", tokenizer) for i, row in enumerate(eval_rows)]
+
+    def stream(self, start: int, count: int, seed: int) -> list[Prompt]:
+        return take(self.train, start, count, seed)
+
+    def held_out(self, count: int) -> list[Prompt]:
+        return self.eval[:count]
+
+
+def check_columns(prompts: dict[str, Prompt], rewards: Rewards) -> None:
+    """Every function finds the columns it asks for, in at least one row, and in all rows what it can grade."""
+    known = dict.fromkeys(column for prompt in prompts.values() for column in prompt.columns)
+    for name, function in zip(rewards.names, rewards.functions, strict=True):
+        for wanted in _wanted(function):
+            if wanted not in known:
+                raise ValueError(
+                    f"reward {name!r} asks for the column {wanted!r}, which no row has: the columns are "
+                    f"{', '.join(known) or 'none but the prompt'}. Rename one, or give task.answer_key."
+                )
+        check: Any = getattr(function, "check", lambda columns: None)
+        for where, prompt in prompts.items():
+            if (wrong := check(prompt.columns)) is not None:
+                raise ValueError(f"{where} {wrong}; mend or remove it (reward {name!r}).")
+
+
+def _wanted(function: Any) -> list[str]:
+    """The columns a reward function cannot do without."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # some functions written in C say nothing
+        return []
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    needed = [p.name for p in parameters if p.kind in named and p.default is inspect.Parameter.empty]
+    return [name for name in needed if name not in GIVEN]
+
+
+def _as_prompt(row: dict[str, Any] | Prompt, where: str, tokenizer: PreTrainedTokenizerBase) -> Prompt:
+    return row if isinstance(row, Prompt) else make_prompt(row, where, tokenizer)
+
+
+def take(items: Sequence[T], start: int, count: int, seed: int) -> list[T]:
+    """Items number `start` to `start + count` of the endless stream in which every epoch has an order of its own."""
+    size = len(items)
+    last = (start + count - 1) // size
+    orders = {epoch: _shuffled(size, seed, epoch) for epoch in range(start // size, last + 1)}
+    return [items[orders[i // size][i % size]] for i in range(start, start + count)]
+
+
+def _shuffled(size: int, seed: int, epoch: int) -> list[int]:
+    return torch.randperm(size, generator=torch.Generator().manual_seed(seed + 1_000_003 * (epoch + 1))).tolist()
