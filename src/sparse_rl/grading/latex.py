@@ -17,9 +17,9 @@ UNICODE = {
 RULES = [
     (r"\\(?:left|right|[bB]igg?[lrm]?|displaystyle|textstyle|limits|nonumber|mathstrut|hfill)(?![A-Za-z])\.?", ""),
     (r"(?<=\d)(?:\{,\}|,\\!|\\!,|\\,)(?=\d{3}(?!\d))", ""),  # thousands: 10{,}000, 10,\!000, 10\,000
-    (r"\\!|\\/|\{\}", ""),
-    (r"\\[,;: >]|\\(?:quad|qquad|enspace|thinspace|hspace\*?\{[^{}]*\})(?![A-Za-z])|~|&nbsp;", " "),
-    (r"\\\[|\\\]|\\\(|\\\)", " "),
+    (r"(?<!\\)\\[!/]|\{\}", ""),
+    (r"(?<!\\)\\[,;: >]|\\(?:quad|qquad|enspace|thinspace|hspace\*?\{[^{}]*\})(?![A-Za-z])|~|&nbsp;", " "),
+    (r"(?<!\\)\\[\[\]()]", " "),
     (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
     (r"\\[dt]binom(?![A-Za-z])", r"\\binom"),
     (r"\\(?:leqslant|leqq|leq)(?![A-Za-z])", r"\\le "),
@@ -56,7 +56,7 @@ RULES = [
     (r"\+\s*\\infty", r"\\infty"),
 ]  # fmt: skip
 COMPILED = [(re.compile(pattern), replacement) for pattern, replacement in RULES]
-TRAILING = re.compile(r"[\s.,;:!]+$")
+TRAILING = re.compile(r"[\s.,;:]+$")
 OPEN, CLOSE = "([{", ")]}"
 TOKEN = re.compile(r"\\[A-Za-z]+|\\.|.", re.DOTALL)
 
@@ -83,7 +83,7 @@ def squeezed(text: str) -> str:
 
 def plain_text(text: str) -> str:
     """With \\text{...} replaced by its content."""
-    return re.sub(r"\\text\{([^{}]*)\}", r" \1 ", text).strip()
+    return " ".join(re.sub(r"\\text\{([^{}]*)\}", r" \1 ", text).split())
 
 
 def cuts(text: str, separators: tuple[str, ...]) -> list[re.Match[str]]:

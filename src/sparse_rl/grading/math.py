@@ -10,7 +10,7 @@ met exactly. This may take for ever on hostile input: workers.py bounds it.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -29,13 +29,17 @@ CHOICE = re.compile(r"\(?([A-Z])\)?[.:,]?")
 CHOICE_WITH_TEXT = re.compile(r"(?:\(([A-Z])\)|([A-Z])[.:)]) ?.*")
 TIME = re.compile(r"(\d{1,2})((?::\d\d){0,2}) ?(?:([ap])\.? ?m\.?)?", re.IGNORECASE)
 BASE = re.compile(r"([0-9A-Fa-f.]+)_\{?(?:\\text\{)?(\d+|\w{3,})\}?\}?")
-COUNTED = re.compile(r"\d:\d")
 
 
 def grade(item: dict[str, Any]) -> float:
     """1 if the final answer of `completion` equals `right`, else 0: what a worker runs."""
     given = final_answer(item["completion"])
     return float(given is not None and equal(given, item["right"]))
+
+
+def warm() -> None:
+    """Import what takes a second, so that no item is charged for it."""
+    equal("x + 1", "1 \\cdot x + 1")
 
 
 def equal(given: str, right: str | Sequence[str]) -> bool:
@@ -73,7 +77,7 @@ def _same(given: str, right: str) -> bool:
 
 def _bare(text: str) -> str:
     """Without brackets around a single value, and {x | ...}, x \\in ... as what they say."""
-    text = re.sub(r"^\\text\{([^{}]*)\}$", r"\1", text.strip()) if COUNTED.search(text) else text.strip()
+    text = re.sub(r"^\\text\{([^{}]*[^A-Za-z{}][^{}]*|[A-Za-z])\}$", r"\1", text.strip()).strip()
     while (whole := wrapped(text)) is not None:
         opening, inside, closing = whole
         if opening == "\\{" and len(parts := split(inside, ("|", ":"))) == 2 and VARIABLE.fullmatch(parts[0]):
@@ -285,6 +289,3 @@ def _match(ours: list[str], theirs: list[str]) -> bool:
 
 def _in_order(ours: list[str], theirs: list[str]) -> bool:
     return len(ours) == len(theirs) and all(_same(mine, right) for mine, right in zip(ours, theirs, strict=True))
-
-
-Shape = Callable[[str, str], bool | None]

@@ -79,7 +79,7 @@ def near(value: Fraction, right: Number) -> bool:
     # 1e-4 is what the evaluation code behind the papers' Minerva numbers allows. On its own it would take 1204.55 for
     # 1204.5; half a unit on its own would take 1.46 for 1.5.
     assert right.half_unit is not None
-    return abs(value - right.value) <= min(right.half_unit, abs(right.value) / 10_000)
+    return abs(value - right.value) < min(right.half_unit, abs(right.value) / 10_000)
 
 
 def _signed(sign: str, value: Fraction) -> Fraction:

@@ -42,7 +42,14 @@ class GradingConfig:
 REWARDS: dict[str, Callable[..., Reward]] = {
     "boxed": lambda grading: boxed_answer,
     "last_number": lambda grading: last_number_right,
+    "math": lambda grading: _math(grading),
 }
+
+
+def _math(grading: GradingConfig) -> Reward:
+    from sparse_rl.grading.reward import MathReward
+
+    return MathReward(grading.workers, grading.timeout_s)
 
 
 def build_reward(spec: str, grading: GradingConfig | None = None) -> Reward:

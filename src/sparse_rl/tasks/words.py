@@ -8,22 +8,17 @@ The question is a turn of a chat where the tokenizer has a chat template, else p
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 from transformers import PreTrainedTokenizerBase
 
+from sparse_rl.grading.answer import last_number
 from sparse_rl.tasks.base import Rewards
 from sparse_rl.tasks.boxed import is_number, same
 from sparse_rl.tasks.jsonl import Rows, as_turn, file_settings, make_prompt, parse_lines, read_text
 from sparse_rl.types import Prompt
-
-# Sign, whole part, decimals, denominator. A minus after a digit or a word ("10-4") is no sign; a 2 in "CO2" no number.
-NUMBER = re.compile(
-    r"(?<!\w)([-+]?)\$?((?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)?)((?<=\d)(?:\.\d+)?|\.\d+)((?:/\d+)?)", re.ASCII
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,12 +64,3 @@ def last_number_right(completions: list[Any], answer: list[Any], **columns: Any)
     """1 where the completion's last number is the answer, else 0."""
     texts = [text if isinstance(text, str) else text[-1]["content"] for text in completions]
     return [float(same(last_number(text), str(right))) for text, right in zip(texts, answer, strict=True)]
-
-
-def last_number(text: str) -> str | None:
-    """The last number of a text, without dollar sign and commas, or None: "so she pays $1,200.50." gives 1200.50."""
-    found = NUMBER.findall(text.replace("\N{MINUS SIGN}", "-"))
-    if not found:
-        return None
-    sign, whole, decimals, denominator = found[-1]
-    return f"{sign}{whole.replace(',', '') or '0'}{decimals}{denominator}"
