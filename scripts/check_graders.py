@@ -59,7 +59,9 @@ def respelled(answer: str) -> str:
 
 def rows_of(folder: Path) -> list[str]:
     """The right answers of a set's test split, or of its training split where it has no other."""
-    path = next((folder / f"{split}.jsonl" for split in ("test", "train") if (folder / f"{split}.jsonl").exists()), None)
+    path = next(
+        (folder / f"{split}.jsonl" for split in ("test", "train") if (folder / f"{split}.jsonl").exists()), None
+    )
     lines = path.read_text(encoding="utf-8").splitlines() if path else []
     return [answer for answer in (json.loads(line)["answer"] for line in lines) if answer.strip()]
 

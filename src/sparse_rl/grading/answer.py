@@ -10,8 +10,8 @@ import re
 
 BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])")
 ANNOUNCED = re.compile(r"(?:\banswer(?:\*\*)? ?(?:is|:|=|to the (?:problem|question) is)|####)", re.IGNORECASE)
-# A sentence ends at a line's end, or at a full stop that no digit follows; stops within $...$ count as well.
-SENTENCE = re.compile(r"\n|\.(?=\s|$|\*|\\\))|(?<!\\)[!?](?=\s|$)")
+# A sentence ends at a line's end, or at a full stop before a space; in braces, as of \text{ sq. units}, it does not.
+SENTENCE = re.compile(r"\\.|[{}]|(?P<end>\n|\.(?=\s|$|\*|\\\))|[!?](?=\s|$))")
 # Sign, whole part, decimals, denominator. A minus after a digit or a word ("10-4") is no sign; a 2 in "CO2" no number.
 NUMBER = re.compile(
     r"(?<!\w)([-+]?)\$?((?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)?)((?<=\d)(?:\.\d+)?|\.\d+)((?:/\d+)?)", re.ASCII
@@ -66,8 +66,13 @@ def after_answer_is(text: str) -> str | None:
         close = rest.find("\\]" if rest.startswith("\\[") else "$$", 2)
         rest = rest[2:close] if close >= 0 else rest[2:]
         return rest.strip().rstrip(".,") or None
-    end = SENTENCE.search(rest)
-    answer = rest[: end.start()] if end else rest
+    depth, end = 0, len(rest)
+    for match in SENTENCE.finditer(rest):
+        depth = max(0, depth + {"{": 1, "}": -1}.get(match.group(), 0))
+        if match["end"] and depth == 0:
+            end = match.start()
+            break
+    answer = rest[:end]
     return answer.strip().strip("*").strip() or None
 
 

@@ -29,6 +29,7 @@ RULES = [
     (r"\\gt(?![A-Za-z])", ">"),
     (r"<=", r"\\le "),
     (r">=", r"\\ge "),
+    (r"\\(?:text)?color\s*\{[^{}]*\}|\\+$", ""),
     (r"\\langle(?![A-Za-z])", "("),
     (r"\\rangle(?![A-Za-z])", ")"),
     (r"\\(?:lbrace)(?![A-Za-z])", r"\\{"),
@@ -63,6 +64,7 @@ TOKEN = re.compile(r"\\[A-Za-z]+|\\.|.", re.DOTALL)
 
 def normalise(text: str) -> str:
     """The text in one spelling; spaces are kept as single ones, since units and words need them."""
+    text = text.strip("* \n\t")  # bold
     for char, spelling in UNICODE.items():
         text = text.replace(char, spelling)
     text = text.replace("\\$", "").replace("$", "").replace("\\%", "%")
@@ -70,13 +72,14 @@ def normalise(text: str) -> str:
         text = pattern.sub(replacement, text)
     text = re.sub(r"\\text\{\s*(?:,?\s*(?:and|or)|,)\s*\}", ", ", text)
     text = re.sub(r"(?<![A-Za-z\\]),?\s+(?:and|or)\s+(?![A-Za-z]+\s[A-Za-z]+)", ", ", text)
+    text = re.sub(r"^\s*\\text\{[^{}]*(?:\bis|:|=)\s*\}(?=.)", "", text)
     text = re.sub(r"^\s*(?:\\approx|\\simeq|\\therefore|=|approximately|about)(?![A-Za-z])", "", text)
     return TRAILING.sub("", " ".join(text.split()))
 
 
 def squeezed(text: str) -> str:
-    """Without any space but the one that ends a command before a letter: what is compared as text."""
-    text = re.sub(r"(\\[A-Za-z]+) (?=[A-Za-z])", "\\1\0", text).replace(" ", "").replace("\0", " ")
+    """Without spaces but those that end a command before a letter or part two numbers: what is compared as text."""
+    text = re.sub(r"(\\[A-Za-z]+(?= [A-Za-z])|\d(?= \d)) ", "\\1\0", text).replace(" ", "").replace("\0", " ")
     # ^{2} and ^2, _{0} and _0 are the same
     return re.sub(r"([\^_])\{([0-9A-Za-z])\}", r"\1\2", text)
 

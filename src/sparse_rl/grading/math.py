@@ -18,15 +18,16 @@ from sparse_rl.grading import symbolic
 from sparse_rl.grading.answer import final_answer
 from sparse_rl.grading.latex import cuts, normalise, plain_text, split, squeezed, wrapped
 from sparse_rl.grading.numbers import near, numbers_equal, parse_number, without_thousands
-from sparse_rl.grading.units import factor, split_unit
+from sparse_rl.grading.units import factor, parse_unit, split_unit
 
 LONGEST = 2000  # characters; a longer answer is compared as text alone
 ORDER = {"<": "<", ">": ">", "\\le": "\\le", "\\ge": "\\ge"}
 FLIPPED = {"<": ">", ">": "<", "\\le": "\\ge", "\\ge": "\\le"}
 NAME = re.compile(r"[^+\-*/^<>=\d{][^+\-*/^<>=]*|\\text\{[^{}]*\}.*")
 VARIABLE = re.compile(r"\\?[A-Za-z]+(?:_\{?\w+\}?)?")
+BOUND = re.compile(VARIABLE.pattern + r"(?: ?\\in ?\\(?:mathbb\{R\}|R))?")
 CHOICE = re.compile(r"\(?([A-Z])\)?[.:,]?")
-CHOICE_WITH_TEXT = re.compile(r"(?:\(([A-Z])\)|([A-Z])[.:)]) ?.*")
+CHOICE_WITH_TEXT = re.compile(r"(?:[Oo]ption |[Cc]hoice |[Aa]nswer )?(?:\(([A-Z])\)|([A-Z])[.:)]|([A-Z])$) ?.*")
 TIME = re.compile(r"(\d{1,2})((?::\d\d){0,2}) ?(?:([ap])\.? ?m\.?)?", re.IGNORECASE)
 BASE = re.compile(r"([0-9A-Fa-f.]+)_\{?(?:\\text\{)?(\d+|\w{3,})\}?\}?")
 
@@ -80,7 +81,7 @@ def _bare(text: str) -> str:
     text = re.sub(r"^\\text\{([^{}]*[^A-Za-z{}][^{}]*|[A-Za-z])\}$", r"\1", text.strip()).strip()
     while (whole := wrapped(text)) is not None:
         opening, inside, closing = whole
-        if opening == "\\{" and len(parts := split(inside, ("|", ":"))) == 2 and VARIABLE.fullmatch(parts[0]):
+        if opening == "\\{" and len(parts := split(inside, ("|", ":"))) == 2 and BOUND.fullmatch(parts[0]):
             text = parts[1]
         elif (opening, closing) in (("(", ")"), ("{", "}")) and len(split(inside, (",", ";"))) == 1:
             if CHOICE.fullmatch(text):
@@ -88,6 +89,7 @@ def _bare(text: str) -> str:
             text = inside
         else:
             break
+    text = {"\\mathbb{R}": "(-\\infty, \\infty)", "\\R": "(-\\infty, \\infty)", "\\{\\}": "\\emptyset"}.get(text, text)
     parts = split(text, ("\\in",))
     return parts[1] if len(parts) == 2 and VARIABLE.fullmatch(parts[0]) and "," not in text[: len(parts[0])] else text
 
@@ -130,7 +132,9 @@ def _lists(given: str, right: str) -> bool | None:
     assert listed is not None
     if other is not None and not (wrapped(given) and wrapped(right)):  # 6, 5 without the parentheses of (6, 5)
         parts = split(other[1], (",", ";"))
-        return other[0] == "(" and other[2] == ")" and _in_order(*((listed, parts) if theirs is None else (parts, listed)))
+        return (
+            other[0] == "(" and other[2] == ")" and _in_order(*((listed, parts) if theirs is None else (parts, listed)))
+        )
     single = right if theirs is None else given
     return len(listed) == 1 and _same(*((listed[0], single) if theirs is None else (single, listed[0])))
 
@@ -196,7 +200,9 @@ def _variable_of(text: str) -> str | None:
     if chain is None or any(sign not in ("<", "\\le") for sign in chain[1]):
         return None
     sides = chain[0]
-    middle = {2: [side for side in sides if VARIABLE.fullmatch(side) and side != "\\infty"], 3: sides[1:2]}.get(len(sides), [])
+    middle = {2: [side for side in sides if VARIABLE.fullmatch(side) and side != "\\infty"], 3: sides[1:2]}.get(
+        len(sides), []
+    )
     return middle[0] if len(middle) == 1 and VARIABLE.fullmatch(middle[0]) else None
 
 
@@ -239,7 +245,7 @@ def _values(given: str, right: str) -> bool:
     if unit and not re.search(r"[\d\\A-Za-z]", value):
         value, unit = right, ""
     scale = factor(my_unit, unit)
-    if scale is None:
+    if scale is None or (value.endswith("%") and parse_unit(my_unit)) or (mine.endswith("%") and parse_unit(unit)):
         return False
     if (base := BASE.fullmatch(squeezed(value))) is not None:
         other = BASE.fullmatch(squeezed(mine))

@@ -37,6 +37,8 @@ def parse_number(text: str) -> Number | None:
         sign, whole, *parts = mixed.groups()
         top, bottom = (int(part) for part in parts if part)
         return Number(_signed(sign, int(whole) + Fraction(top, bottom)), None, percent) if bottom else None
+    if re.search(r"\d \d", text) and not re.fullmatch(r"[-+]?\d{1,3}(?: \d{3})+(?:\.\d+)?", text):
+        return None  # two numbers
     text = text.replace(" ", "")
     if plain := PLAIN.fullmatch(text):
         sign, digits, *exponents = plain.groups()

@@ -7,6 +7,7 @@ out (9^{9^{9}}) is not evaluated: it equals nothing but itself. What this leaves
 
 from __future__ import annotations
 
+import math
 import re
 from functools import lru_cache
 from typing import Any
@@ -15,7 +16,6 @@ LONGEST = 1000  # characters of a formula that is parsed
 DEEPEST = 40  # nested brackets
 MOST_DIGITS = 20_000.0
 TOWER = re.compile(r"\d\s*\^\s*\{?\s*\(?\d+\s*\^\s*\{?\s*\(?\d+\s*\^")
-LETTERS = re.compile(r"\\(?:text|mathrm)\{([^{}]*)\}")
 
 
 def formulas_equal(given: str, right: str) -> bool:
@@ -95,14 +95,26 @@ def _verify(right: Any, given: Any) -> bool:
     if isinstance(right, MatrixBase) != isinstance(given, MatrixBase):
         return False
     if isinstance(right, MatrixBase):
-        return right.shape == given.shape and all(
-            formulas == 0 or _verify(mine, theirs)
-            for mine, theirs in zip(right.flat(), given.flat(), strict=True)
-            for formulas in (mine - theirs,)
-        )
-    if right.free_symbols != given.free_symbols and not (right - given).simplify() == 0:
-        return False
-    return bool(verify(right, given, timeout_seconds=None))
+        return right.shape == given.shape and all(map(_verify, right.flat(), given.flat()))
+    return not _differ(right, given) and bool(verify(right, given, timeout_seconds=None))
+
+
+def _differ(right: Any, given: Any) -> bool:
+    """Whether the two clearly differ at some point: most wrong formulas, at a hundredth of what simplifying them takes."""
+    from sympy import Rational
+
+    names = sorted(right.free_symbols | given.free_symbols, key=str)
+    for first in (7, 16):
+        point = {name: Rational(first * 13 + 5 * k * k + 2 * k, 97 + k) for k, name in enumerate(names)}
+        try:
+            values = [complex(formula.subs(point).evalf(15)) for formula in (right, given)]
+        except (TypeError, ValueError, ArithmeticError, AttributeError):  # no number, as of f(x)
+            return False
+        if not all(math.isfinite(abs(value)) for value in values):
+            return False
+        if abs(values[0] - values[1]) > 1e-6 * max(map(abs, values)):
+            return True
+    return False
 
 
 def _depth(text: str) -> int:

@@ -76,15 +76,18 @@ BARE = re.compile(
     re.IGNORECASE,
 )
 AFTER_NUMBER = re.compile(r"(?P<value>[-+]?[\d.,/]+%?|.*\\deg)\s+(?P<unit>(?:[A-Za-z]{2,}[.\s/-]*)+)")
-ONE_LETTER = re.compile(r"(?P<value>.*[\d})])\s*(?P<unit>(?P<letter>[a-zA-Z])(?:\^\{?\d\}?)?(?:/[a-z](?:\^\{?\d\}?)?)?)")
+ONE_LETTER = re.compile(r"(?P<value>.*[\d})])\s+(?P<unit>(?P<letter>[mgshL])(?:\^\{?\d\}?)?(?:/[a-z](?:\^\{?\d\}?)?)?)")
+NUMBER_AND_LETTER = re.compile(r"(?P<value>-?\d+(?:\.\d+)?)\s+(?P<unit>[mgshL])")
 
 
 def split_unit(text: str, variables: str | None = None) -> tuple[str, str]:
     """(value, unit as text) of a normalised answer; the unit is empty where there is none.
 
-    A bare letter ("5 m") is a unit only where `variables`, the letters that the right answer uses, is given and lacks it.
+    A letter behind a formula ("2\\pi m") is a unit only where `variables`, the right answer's letters, is given and lacks it.
     """
-    for pattern in (IN_TEXT, BARE, AFTER_NUMBER):
+    if text.endswith("\\deg"):
+        return text.removesuffix("\\deg").strip(), "deg"
+    for pattern in (IN_TEXT, BARE, AFTER_NUMBER, NUMBER_AND_LETTER):
         if match := pattern.fullmatch(text):
             return match["value"].strip(), match["unit"]
     if variables is not None and (match := ONE_LETTER.fullmatch(text)) and match["letter"] not in variables:

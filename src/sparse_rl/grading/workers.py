@@ -38,11 +38,11 @@ class Workers:
     `Failed`; the other calls go on. Children start with the first call. Any thread may submit.
     """
 
-    def __init__(
-        self, target: str, *, count: int = 0, timeout_s: float = 5.0, memory_bytes: int = 4 << 30
-    ) -> None:
+    def __init__(self, target: str, *, count: int = 0, timeout_s: float = 5.0, memory_bytes: int = 4 << 30) -> None:
         if timeout_s <= 0 or count < 0:
-            raise ValueError(f"workers: count is {count}, timeout_s is {timeout_s}; they must be at least 0 and above 0.")
+            raise ValueError(
+                f"workers: count is {count}, timeout_s is {timeout_s}; they must be at least 0 and above 0."
+            )
         self.count = count or min(MOST_WORKERS, len(os.sched_getaffinity(0)))
         self._spec = _Spec(target, timeout_s, memory_bytes)
         self._calls: _Calls = queue.SimpleQueue()
