@@ -18,10 +18,10 @@ from pathlib import Path
 from sparse_rl.grading import Failed
 from sparse_rl.grading.reward import MathReward
 
-SETS = (
-    "gsm8k math500 math gaokao2023en minerva_math olympiadbench aime24 aime25 aime26 amc23 hmmt25_feb svamp asdiv "
-    "multiarith addsub singleeq singleop simplerl_hard"
-).split()
+SETS = [
+    "gsm8k", "math500", "math", "gaokao2023en", "minerva_math", "olympiadbench", "aime24", "aime25", "aime26", "amc23",
+    "hmmt25_feb", "svamp", "asdiv", "multiarith", "addsub", "singleeq", "singleop", "simplerl_hard",
+]  # fmt: skip
 FORMS = ("boxed", "sentence", "respelled", "with unit")
 BAR = 0.99
 CHUNK = 500

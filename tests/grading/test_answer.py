@@ -47,7 +47,9 @@ def test_an_empty_box_is_an_empty_answer():
     assert last_boxed("nothing") is None
 
 
-@pytest.mark.parametrize("piece", ["\\boxed{", "{", "}", "\\", "the answer is ", "1,", "$", ".", "#", "a 1/", "\\boxed"])
+@pytest.mark.parametrize(
+    "piece", ["\\boxed{", "{", "}", "\\", "the answer is ", "1,", "$", ".", "#", "a 1/", "\\boxed"]
+)
 def test_hostile_texts_take_no_time(piece):
     text = piece * (200_000 // len(piece))
     start = time.perf_counter()

@@ -116,7 +116,9 @@ def test_several_right_answers_are_alternatives():
     assert not equal("1/2", ["0.25", "2"])
 
 
-@pytest.mark.parametrize("tower", ["9^{9^{9^{9}}}", "9^9^9^9", "2^{10^{10}}", "10^{10^{100}}", "99999!", "(10^{99999})^{99999}"])
+@pytest.mark.parametrize(
+    "tower", ["9^{9^{9^{9}}}", "9^9^9^9", "2^{10^{10}}", "10^{10^{100}}", "99999!", "(10^{99999})^{99999}"]
+)
 def test_towers_are_not_evaluated(tower):
     assert not equal(tower, "5")
     assert not equal("5", tower)

@@ -12,7 +12,7 @@ from sparse_rl.grading.reward import MathReward
 from sparse_rl.tasks.base import Rewards
 from sparse_rl.tasks.rewards import GradingConfig, build_reward
 
-HANGS = r"\boxed{\int_0^1 \sin(x^{x}) \cos(e^{x^x}) \,dx}"
+HANGS = r"\boxed{\prod_{k=1}^{99999} \left(1 + \frac{1}{k^2}\right)}"  # sympy multiplies it out
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def test_order_is_kept(reward):
 def test_a_failure_is_no_zero(reward):
     first, hung, last = reward(completions=["5", HANGS, "6"], answer=["5"] * 3)
     assert (first, last) == (1, 0)
-    assert hung == Failed("timed out after 1 s") or hung == 0
+    assert hung == Failed("timed out after 1 s")
 
 
 def test_it_is_named_and_starts_nothing_before_its_first_call():

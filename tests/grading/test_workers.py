@@ -111,8 +111,7 @@ def test_children_die_with_their_parent(how):
         "print(pool.map([['pid', None]])[0], flush=True)\n"
         "pool.submit(['hang', 0])\n"
         "time.sleep(0.3)\n"
-        "print('hangs', flush=True)\n"
-        + ("" if how == "exit" else "time.sleep(60)\n")
+        "print('hangs', flush=True)\n" + ("" if how == "exit" else "time.sleep(60)\n")
     )
     path = os.pathsep.join(filter(None, sys.path))
     with subprocess.Popen(

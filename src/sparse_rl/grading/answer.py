@@ -28,7 +28,7 @@ def final_answer(text: str) -> str | None:
 
 
 def last_boxed(text: str) -> str | None:
-    """What stands in the last \\boxed{...} or \\fbox{...}, or after a \\boxed without braces; None without a whole one."""
+    """What stands in the last whole \\boxed{...} or \\fbox{...}, or after a \\boxed without braces; else None."""
     boxes = [match.end() for match in BOX.finditer(text)]
     if not boxes:
         return None

@@ -144,12 +144,10 @@ def _items(text: str) -> list[str] | None:
     whole = wrapped(text)
     items = split(whole[1] if whole and whole[0] == "\\{" else text, (",", ";"))
     items = [item for item in items if item]
-    if "\\pm" in text and len(split(text, ("\\pm", "\\mp"))) > 1 or any("\\pm" in item for item in items):
-        swap = {"+": ("+", "-"), "-": ("-", "+")}
+    if "\\pm" in text:
+        signs = {True: [("+", "-"), ("-", "+")], False: [("", "")]}
         return [
-            item.replace("\\pm", plus).replace("\\mp", minus)
-            for item in items
-            for plus, minus in (swap.values() if "\\pm" in item else [("+", "-")])
+            item.replace("\\pm", plus).replace("\\mp", minus) for item in items for plus, minus in signs["\\pm" in item]
         ]
     return items if len(items) > 1 or (whole and whole[0] == "\\{") else None
 

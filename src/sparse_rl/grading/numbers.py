@@ -35,8 +35,8 @@ def parse_number(text: str) -> Number | None:
     text = text.removesuffix("%").strip()
     if mixed := MIXED.fullmatch(text):
         sign, whole, *parts = mixed.groups()
-        top, bottom = (int(part) for part in parts if part)
-        return Number(_signed(sign, int(whole) + Fraction(top, bottom)), None, percent) if bottom else None
+        top, bottom = (Fraction(part) for part in parts if part)
+        return Number(_signed(sign, int(whole) + top / bottom), None, percent) if bottom else None
     if re.search(r"\d \d", text) and not re.fullmatch(r"[-+]?\d{1,3}(?: \d{3})+(?:\.\d+)?", text):
         return None  # two numbers
     text = text.replace(" ", "")
@@ -65,13 +65,12 @@ def without_thousands(text: str) -> str:
 
 def numbers_equal(given: Number, right: Number) -> bool:
     """The same value, or as near as a right answer that is a decimal allows; 64% is 64 and 0.64."""
-    values = {given.value}
-    if given.percent:
-        values.add(given.value / 100)
-    rights = {right.value} | ({right.value / 100} if right.percent and not given.percent else set())
-    if given.percent and right.percent:
-        values = {given.value}
-    if values & rights:
+    if given.percent == right.percent:
+        same = given.value == right.value
+    else:
+        percent, number = (given.value, right.value) if given.percent else (right.value, given.value)
+        same = number in (percent, percent / 100)
+    if same:
         return True
     return right.half_unit is not None and near(given.value, right)
 

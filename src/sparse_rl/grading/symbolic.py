@@ -26,11 +26,11 @@ def formulas_equal(given: str, right: str) -> bool:
 
 def multiples(given: tuple[str, str], right: tuple[str, str], positive: bool = False) -> bool:
     """Whether (a - b) is a number times (c - d): the same equation; with `positive`, the same inequality."""
-    sides = [parsed(side) for side in (*given, *right)]
-    if any(side is None or not hasattr(side, "free_symbols") or hasattr(side, "shape") for side in sides):
-        return False
     import sympy
 
+    sides = [parsed(side) for side in (*given, *right)]
+    if not all(isinstance(side, sympy.Expr) for side in sides):
+        return False
     first, second = sympy.expand(sides[0] - sides[1]), sympy.expand(sides[2] - sides[3])
     if first == 0 or second == 0 or first.free_symbols != second.free_symbols:
         return False
@@ -40,8 +40,10 @@ def multiples(given: tuple[str, str], right: tuple[str, str], positive: bool = F
 
 def value(text: str) -> float | None:
     """The real number that a formula without variables comes to, None for anything else."""
+    from sympy import Expr
+
     formula = parsed(text)
-    if formula is None or hasattr(formula, "shape") or formula.free_symbols:
+    if not isinstance(formula, Expr) or formula.free_symbols:
         return None
     number = formula.evalf(20)
     return float(number) if number.is_Float or number.is_Rational else None
@@ -53,7 +55,7 @@ def parsed(text: str) -> Any:
     if len(text) > LONGEST or not text or TOWER.search(text) or _depth(text) > DEEPEST:
         return None
     from latex2sympy2_extended.latex2sympy2 import ConversionConfig, latex2sympy
-    from sympy import Basic, Float, I, MatrixBase, Rational, Symbol
+    from sympy import Basic, Float, I, MatrixBase, MatrixExpr, Rational, Symbol
 
     try:
         # A word in \text is one symbol; letters side by side are a product.
@@ -62,6 +64,8 @@ def parsed(text: str) -> Any:
         )
         if not isinstance(formula, Basic | MatrixBase) or magnitude(formula) > MOST_DIGITS:
             return None
+        if isinstance(formula, MatrixExpr):  # a product of matrices, say
+            formula = formula.doit()
         decimals = {number: Rational(str(number)) for number in formula.atoms(Float)}
         return formula.xreplace(decimals | {Symbol("i"): I, Symbol("i", real=True): I})
     except Exception:  # the parser raises all sorts; what it cannot read is no formula
@@ -100,7 +104,7 @@ def _verify(right: Any, given: Any) -> bool:
 
 
 def _differ(right: Any, given: Any) -> bool:
-    """Whether the two clearly differ at some point: most wrong formulas, at a hundredth of what simplifying them takes."""
+    """Whether the two clearly differ at some point: finds most wrong formulas without simplifying anything."""
     from sympy import Rational
 
     names = sorted(right.free_symbols | given.free_symbols, key=str)

@@ -68,22 +68,24 @@ def _names() -> dict[str, Unit]:
 NAMES = _names()
 WORD = re.compile(r"([A-Za-z]+)\.?|\^?\{?(-?[1-9])\}?|(/|per\b)")
 LONG = "|".join(sorted((n for n in [*NAMES, *COMPOUND, *AREA] if len(n) > 1 and n != "in"), key=len, reverse=True))
-BARE_WORD = rf"(?:square|sq|cubic|cu|units?|{LONG})(?:e?s)?\.?(?:\^\{{?\d\}}?)?"
-TEXTS = r"(?:\\text\{[^{}]*\}(?:\^\{?-?\d\}?)?|\s|/|\\cdot)*"
-IN_TEXT = re.compile(rf"(?P<value>.*[^\s+\-*/=<>(,\[{{^_])\s*(?P<unit>\\text\{{[^{{}}]*\}}(?:\^\{{?-?\d\}}?)?{TEXTS})")
+POWER = r"(?:\^\{?-?\d\}?)?"
+BARE_WORD = rf"(?:square|sq|cubic|cu|units?|{LONG})(?:e?s)?\.?{POWER}"
+BARE_NEXT = rf"\s*(?:/|per|\\cdot|\s)\s*(?:{BARE_WORD}|[a-z]\b)"
+TEXT = rf"\\text\{{[^{{}}]*\}}{POWER}"
+# a value that a \text{...} ends; that known words end; a number before any words; before a letter; a formula before a letter
+IN_TEXT = re.compile(rf"(?P<value>.*[^\s+\-*/=<>(,\[{{^_])\s*(?P<unit>{TEXT}(?:{TEXT}|\s|/|\\cdot)*)")
 BARE = re.compile(
-    rf"(?P<value>.*?[\d}})%\]a-z])(?:(?<![A-Za-z])\s*|\s+)(?P<unit>{BARE_WORD}(?:\s*(?:/|per|\\cdot|\s)\s*(?:{BARE_WORD}|[a-z]\b))*)",
-    re.IGNORECASE,
+    rf"(?P<value>.*?[\d}})%\]a-z])(?:(?<![A-Za-z])\s*|\s+)(?P<unit>{BARE_WORD}(?:{BARE_NEXT})*)", re.IGNORECASE
 )
 AFTER_NUMBER = re.compile(r"(?P<value>[-+]?[\d.,/]+%?|.*\\deg)\s+(?P<unit>(?:[A-Za-z]{2,}[.\s/-]*)+)")
-ONE_LETTER = re.compile(r"(?P<value>.*[\d})])\s+(?P<unit>(?P<letter>[mgshL])(?:\^\{?\d\}?)?(?:/[a-z](?:\^\{?\d\}?)?)?)")
 NUMBER_AND_LETTER = re.compile(r"(?P<value>-?\d+(?:\.\d+)?)\s+(?P<unit>[mgshL])")
+ONE_LETTER = re.compile(rf"(?P<value>.*[\d}})])\s+(?P<unit>(?P<letter>[mgshL]){POWER}(?:/[a-z]{POWER})?)")
 
 
 def split_unit(text: str, variables: str | None = None) -> tuple[str, str]:
     """(value, unit as text) of a normalised answer; the unit is empty where there is none.
 
-    A letter behind a formula ("2\\pi m") is a unit only where `variables`, the right answer's letters, is given and lacks it.
+    A letter behind a formula ("\\sqrt{2} m") is a unit only if `variables`, the letters of the right answer, lack it.
     """
     if text.endswith("\\deg"):
         return text.removesuffix("\\deg").strip(), "deg"
@@ -126,7 +128,7 @@ def parse_unit(text: str) -> Unit | None:
 
 
 def factor(given: str, right: str) -> Fraction | None:
-    """What to multiply the given value with to have it in the right unit; None where the units contradict each other."""
+    """What turns the given value into one in the right unit; None where the units contradict each other."""
     mine, theirs = parse_unit(given), parse_unit(right)
     if mine is None or theirs is None:
         return Fraction(1)

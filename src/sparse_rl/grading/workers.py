@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Child interpreters that call one function, each call with a hard time limit.
 
-Graders hang: a formula can keep sympy busy for ever, in C code that no signal interrupts. So each call runs in a process
-of its own making, which is killed and replaced when the time is up. Children are fresh interpreters, since the parent
-has CUDA and threads, which do not survive a fork.
+Graders hang: a formula can keep sympy busy for ever, in C code that no signal interrupts. So calls run in processes
+that are killed and replaced when the time is up. These are fresh interpreters, since the parent has CUDA and threads,
+which do not survive a fork.
 
     with Workers("sparse_rl.grading.math:grade", count=2, timeout_s=5) as workers:
         workers.map([{"completion": "It is \\\\boxed{2/4}.", "right": "1/2"}])  # [1.0]
@@ -160,17 +160,21 @@ class _Child:
         try:
             process.stdin.write(line)
             process.stdin.flush()
-            answer = json.loads(process.stdout.readline(LONGEST_ANSWER))
-            return answer if isinstance(answer, dict) else Failed("the grader's process answered nonsense")
-        except (OSError, ValueError):  # a broken pipe; nothing or nonsense read
-            if expired.is_set():
-                return Failed(f"timed out after {limit_s:g} s")
-            try:
-                return Failed(f"the grader's process ended with status {process.wait(timeout=1)}")
-            except subprocess.TimeoutExpired:
-                return Failed("the grader's process answered nonsense")
+            answer = process.stdout.readline(LONGEST_ANSWER)
+        except OSError:  # a broken pipe
+            answer = b""
         finally:
             timer.cancel()
+        if expired.is_set():
+            return Failed(f"timed out after {limit_s:g} s")
+        if not answer:
+            process.kill()  # it closed its pipe, which only its end should do
+            return Failed(f"the grader's process ended with status {process.wait()}")
+        try:
+            parsed = json.loads(answer)
+        except ValueError:
+            parsed = None
+        return parsed if isinstance(parsed, dict) else Failed("the grader's process answered nonsense")
 
     def _end(self) -> None:
         process, self.process = self.process, None
