@@ -16,7 +16,7 @@ PIECES = r"""
     \binom{ \begin{pmatrix} \end{pmatrix} & \\ \text{ \mathrm{cm} \pm \cup \cap \in \infty \pi \cdot \times
     \int_0^1 \sum_{k=1}^{n} \lim_{x\to0} \log_ \ln \sin^{-1} \mod = < > \le \ge | , ; : . - + / * % $ $$ \$
     \[ \] \( \) \, \! ~ x y n i e 0 1 2 7 12 3.14 1e9 1e999 999999999999 1,000 0.333 answer is final #### A (B)
-    \text{or} \overline{ \boxed \degree ^\circ""".split()
+    \text{or} \overline{ \boxed \degree ^\circ""".split()  # noqa: SIM905
 UNICODE = ["\ud800", "\x00", "\u202e", "é", "∞", "½", "²", "𝟙", "中", "\u200b", "٣", "√", "π", "−", "\n", "\t", "\\"]
 RIGHTS = ["5", r"\frac{1}{2}", "(1,2)", r"\{1,2,3\}", "[0,1)", r"x^2+1", "x=3", r"\text{odd}", "3.14", r"5\text{ cm}",
           r"\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}", r"1 \pm \sqrt{2}", "C", r"x \le 2", "64\\%"]  # fmt: skip

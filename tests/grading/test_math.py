@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import random
+import time
 from fractions import Fraction
 from pathlib import Path
 
@@ -123,3 +124,14 @@ def test_towers_are_not_evaluated(tower):
     assert not equal(tower, "5")
     assert not equal("5", tower)
     assert equal(tower, f"${tower}$")
+
+
+@pytest.mark.parametrize(
+    "piece", ["a", "5 a", "cm ", "\\text{a}", "(", "{", "1,", "\\frac", "\\pm", " and ", "=", "<", "x", "/", "."]
+)
+def test_long_answers_take_no_time(piece):
+    text = "5 " + piece * (1900 // len(piece))
+    start = time.perf_counter()
+    assert not equal(text + "1", "7\\text{ cm}")
+    assert not equal("7", text + "1")
+    assert time.perf_counter() - start < 2

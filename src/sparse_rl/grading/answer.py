@@ -17,6 +17,10 @@ NUMBER = re.compile(
     r"(?<!\w)([-+]?)\$?((?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)?)((?<=\d)(?:\.\d+)?|\.\d+)((?:/\d+)?)", re.ASCII
 )
 
+WORD = re.compile(r"(?<![\\A-Za-z_])[A-Za-z]{2,}(?![A-Za-z])")
+IN_TEXT = re.compile(r"\\[A-Za-z]+\s*\{[^{}]*\}")
+FORMULA = re.compile(r"\$([^$]+)\$")
+
 
 def final_answer(text: str) -> str | None:
     """The answer as written, without box, dollar signs and full stop; None if the text has none."""
@@ -72,8 +76,18 @@ def after_answer_is(text: str) -> str | None:
         if match["end"] and depth == 0:
             end = match.start()
             break
-    answer = rest[:end]
-    return answer.strip().strip("*").strip() or None
+    return _without_prose(rest[:end].strip().strip("*").strip()) or None
+
+
+def _without_prose(sentence: str) -> str:
+    """The formula or number of a sentence with more than three words: the first if it opens with one, else the last."""
+    if len(WORD.findall(IN_TEXT.sub("", sentence))) <= 3:
+        return sentence
+    formulas = [formula for formula in FORMULA.findall(sentence) if not WORD.search(IN_TEXT.sub("", formula))]
+    if formulas:
+        return formulas[0] if sentence.startswith("$" + formulas[0]) else formulas[-1]
+    opening = NUMBER.match(sentence)
+    return opening.group() if opening else last_number(sentence) or sentence
 
 
 def last_number(text: str) -> str | None:

@@ -68,16 +68,17 @@ def _names() -> dict[str, Unit]:
 NAMES = _names()
 WORD = re.compile(r"([A-Za-z]+)\.?|\^?\{?(-?[1-9])\}?|(/|per\b)")
 LONG = "|".join(sorted((n for n in [*NAMES, *COMPOUND, *AREA] if len(n) > 1 and n != "in"), key=len, reverse=True))
+LONGEST = 300  # characters of an answer that may have a unit; the patterns take the square of it
 POWER = r"(?:\^\{?-?\d\}?)?"
 BARE_WORD = rf"(?:square|sq|cubic|cu|units?|{LONG})(?:e?s)?\.?{POWER}"
 BARE_NEXT = rf"\s*(?:/|per|\\cdot|\s)\s*(?:{BARE_WORD}|[a-z]\b)"
 TEXT = rf"\\text\{{[^{{}}]*\}}{POWER}"
-# a value that a \text{...} ends; that known words end; a number before any words; before a letter; a formula before a letter
+# what stands before \text{...}; before known words; a number before any words; before a letter; a formula before one
 IN_TEXT = re.compile(rf"(?P<value>.*[^\s+\-*/=<>(,\[{{^_])\s*(?P<unit>{TEXT}(?:{TEXT}|\s|/|\\cdot)*)")
 BARE = re.compile(
     rf"(?P<value>.*?[\d}})%\]a-z])(?:(?<![A-Za-z])\s*|\s+)(?P<unit>{BARE_WORD}(?:{BARE_NEXT})*)", re.IGNORECASE
 )
-AFTER_NUMBER = re.compile(r"(?P<value>[-+]?[\d.,/]+%?|.*\\deg)\s+(?P<unit>(?:[A-Za-z]{2,}[.\s/-]*)+)")
+AFTER_NUMBER = re.compile(r"(?P<value>[-+]?[\d.,/]+%?|.*\\deg)\s+(?P<unit>[A-Za-z]{2,}(?:[.\s/-]+[A-Za-z]{2,})*[.\s]*)")
 NUMBER_AND_LETTER = re.compile(r"(?P<value>-?\d+(?:\.\d+)?)\s+(?P<unit>[mgshL])")
 ONE_LETTER = re.compile(rf"(?P<value>.*[\d}})])\s+(?P<unit>(?P<letter>[mgshL]){POWER}(?:/[a-z]{POWER})?)")
 
@@ -87,6 +88,8 @@ def split_unit(text: str, variables: str | None = None) -> tuple[str, str]:
 
     A letter behind a formula ("\\sqrt{2} m") is a unit only if `variables`, the letters of the right answer, lack it.
     """
+    if len(text) > LONGEST:
+        return text, ""
     if text.endswith("\\deg"):
         return text.removesuffix("\\deg").strip(), "deg"
     for pattern in (IN_TEXT, BARE, AFTER_NUMBER, NUMBER_AND_LETTER):
