@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a worker process runs: `python -m sparse_rl.grading.child module:function memory_bytes`.
+"""What a worker process runs: `python -m sparse_rl.grading.child module:function memory_bytes parent_id`.
 
 It reads one JSON object a line from stdin and answers each with one on what was its stdout; whatever the function
 prints goes nowhere. It says {"ready": true} once the module is imported and its `warm`, if it has one, has run.
@@ -23,8 +23,9 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w", encoding="ascii")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     die_with(parent)
-    resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    limit(resource.RLIMIT_CORE, 0)
+    if sys.platform == "linux":
+        limit(resource.RLIMIT_AS, memory_bytes)
 
     def say(answer: dict[str, object]) -> None:
         answers.write(json.dumps(answer) + "\n")
@@ -53,6 +54,13 @@ def die_with(parent: int) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
         if os.getppid() != parent:
             os._exit(1)
+
+
+def limit(kind: int, most: int) -> None:
+    """Lower a limit; one that is lower already stays."""
+    hard = resource.getrlimit(kind)[1]
+    most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+    resource.setrlimit(kind, (most, most))
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ RULES = [
     (r"<=", r"\\le "),
     (r">=", r"\\ge "),
     (r"\\(?:text)?color\s*\{[^{}]*\}|\\+$", ""),
+    (r"(?<=[A-Za-z)])'|\^\s*\\prime(?![A-Za-z])", r"^{\\prime}"),
     (r"\\langle(?![A-Za-z])", "("),
     (r"\\rangle(?![A-Za-z])", ")"),
     (r"\\(?:lbrace)(?![A-Za-z])", r"\\{"),

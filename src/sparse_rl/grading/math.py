@@ -260,7 +260,7 @@ def _values(given: str, right: str) -> bool:
         number = symbolic.value(mine)
         return number is not None and abs(number) < 1e300 and near(Fraction(number) * scale, theirs)
     mine = mine if scale == 1 else f"\\frac{{{scale.numerator}}}{{{scale.denominator}}} \\cdot ({mine})"
-    return symbolic.formulas_equal(_formula(mine), _formula(value))
+    return symbolic.formulas_equal(mine, value)
 
 
 def _tidy(text: str) -> str:
@@ -270,11 +270,6 @@ def _tidy(text: str) -> str:
     if len(sides) == 2 and all(parse_number(side) for side in sides):
         return "\\frac{" + sides[0].strip() + "}{" + sides[1].strip() + "}"
     return text
-
-
-def _formula(text: str) -> str:
-    """As the parser wants it: percents as a fraction."""
-    return re.sub(r"(\d+(?:\.\d+)?) ?%", r"\\frac{\1}{100}", text)
 
 
 def _match(ours: list[str], theirs: list[str]) -> bool:

@@ -49,6 +49,13 @@ def value(text: str) -> float | None:
     return float(number) if number.is_Float or number.is_Rational else None
 
 
+def readable(text: str) -> str:
+    """As the parser wants it: 5% as a fraction, 2e5 as no multiple of e, gamma as no function."""
+    text = re.sub(r"(\d+(?:\.\d+)?) ?%", r"\\frac{\1}{100}", text)
+    text = re.sub(r"(?<![A-Za-z])(\d+(?:\.\d+)?)[eE]([-+]?\d{1,3})(?![\d.])", r"\1 \\cdot 10^{\2}", text)
+    return re.sub(r"\\gamma(?![A-Za-z])", r"\\text{gamma}", text)
+
+
 @lru_cache(maxsize=256)
 def parsed(text: str) -> Any:
     """The sympy formula of a normalised text, None where it cannot be one."""
@@ -60,7 +67,7 @@ def parsed(text: str) -> Any:
     try:
         # A word in \text is one symbol; letters side by side are a product.
         formula = latex2sympy(
-            text, normalization_config=None, conversion_config=ConversionConfig(lowercase_symbols=False)
+            readable(text), normalization_config=None, conversion_config=ConversionConfig(lowercase_symbols=False)
         )
         if not isinstance(formula, Basic | MatrixBase) or magnitude(formula) > MOST_DIGITS:
             return None

@@ -43,7 +43,7 @@ class Workers:
             raise ValueError(
                 f"workers: count is {count}, timeout_s is {timeout_s}; they must be at least 0 and above 0."
             )
-        self.count = count or min(MOST_WORKERS, len(os.sched_getaffinity(0)))
+        self.count = count or min(MOST_WORKERS, _cores())
         self._spec = _Spec(target, timeout_s, memory_bytes)
         self._calls: _Calls = queue.SimpleQueue()
         self._children: list[_Child] = []
@@ -187,6 +187,10 @@ class _Child:
                     pipe.close()
                 except OSError:  # what was not sent
                     pass
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _serve(calls: _Calls, child: _Child) -> None:
