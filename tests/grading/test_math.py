@@ -135,3 +135,24 @@ def test_long_answers_take_no_time(piece):
     assert not equal(text + "1", "7\\text{ cm}")
     assert not equal("7", text + "1")
     assert time.perf_counter() - start < 2
+
+
+@pytest.mark.parametrize(
+    ("given", "right"),
+    [
+        ("5 or 6", "5"),
+        ("5\\text{ or 6}", "5"),
+        ("\\text{5 or 6}", "5"),
+        ("5, 6, 7", "6"),
+        ("(A) or (B)", "A"),
+        ("A. or B.", "A"),
+        ("A, B", "B"),
+        ("\\pm 5", "5"),
+        ("5 = 6", "5"),
+        ("(-\\infty, \\infty)", "(0, 1)"),
+        ("x", "5"),
+        ("x = x", "x = 5"),
+    ],
+)
+def test_a_guess_that_names_several_is_wrong(given, right):
+    assert not equal(given, right)

@@ -27,7 +27,10 @@ NAME = re.compile(r"[^+\-*/^<>=\d{][^+\-*/^<>=]*|\\text\{[^{}]*\}.*")
 VARIABLE = re.compile(r"\\?[A-Za-z]+(?:_\{?\w+\}?)?")
 BOUND = re.compile(VARIABLE.pattern + r"(?: ?\\in ?\\(?:mathbb\{R\}|R))?")
 CHOICE = re.compile(r"\(?([A-Z])\)?[.:,]?")
-CHOICE_WITH_TEXT = re.compile(r"(?:[Oo]ption |[Cc]hoice |[Aa]nswer )?(?:\(([A-Z])\)|([A-Z])[.:)]|([A-Z])$) ?.*")
+NO_OTHER_CHOICE = r"(?!.*(?<![A-Za-z])[A-Z](?![A-Za-z]))"
+CHOICE_WITH_TEXT = re.compile(
+    r"(?:[Oo]ption |[Cc]hoice |[Aa]nswer )?(?:\(([A-Z])\)|([A-Z])[.:)]|([A-Z])$)" + NO_OTHER_CHOICE + ".*"
+)
 TIME = re.compile(r"(\d{1,2})((?::\d\d){0,2}) ?(?:([ap])\.? ?m\.?)?", re.IGNORECASE)
 BASE = re.compile(r"([0-9A-Fa-f.]+)_\{?(?:\\text\{)?(\d+|\w{3,})\}?\}?")
 

@@ -75,6 +75,8 @@ def parsed(text: str) -> Any:
             formula = formula.doit()
         decimals = {number: Rational(str(number)) for number in formula.atoms(Float)}
         return formula.xreplace(decimals | {Symbol("i"): I, Symbol("i", real=True): I})
+    except MemoryError:
+        raise
     except Exception:  # the parser raises all sorts; what it cannot read is no formula
         return None
 
