@@ -10,6 +10,8 @@ import re
 from fractions import Fraction
 from typing import Any
 
+from sparse_rl.grading.answer import last_boxed
+
 THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 NUMBER = re.compile(r"[-+]?\d{1,50}(\.\d{1,50})?(/0*[1-9]\d{0,50})?")  # bounded: the text is the model's
 
@@ -18,17 +20,6 @@ def boxed_answer(completions: list[Any], answer: list[Any], **columns: Any) -> l
     """1 for the right answer, else 0."""
     texts = [text if isinstance(text, str) else text[-1]["content"] for text in completions]
     return [float(same(last_boxed(text), str(right))) for text, right in zip(texts, answer, strict=True)]
-
-
-def last_boxed(text: str) -> str | None:
-    """What stands between the braces of the last \\boxed, or None."""
-    start = text.rfind("\\boxed{")
-    depth = 0
-    for i in range(start + len("\\boxed"), len(text) if start >= 0 else 0):
-        depth += {"{": 1, "}": -1}.get(text[i], 0)
-        if depth == 0:
-            return text[start + len("\\boxed{") : i]
-    return None
 
 
 def same(given: str | None, right: str) -> bool:

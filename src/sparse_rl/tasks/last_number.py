@@ -6,16 +6,11 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
+from sparse_rl.grading.answer import last_number
 from sparse_rl.tasks.base import text_of
 from sparse_rl.tasks.boxed import is_number, same
-
-# Sign, whole part, decimals, denominator. A minus after a digit or a word ("10-4") is no sign; a 2 in "CO2" no number.
-NUMBER = re.compile(
-    r"(?<!\w)([-+]?)\$?((?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)?)((?<=\d)(?:\.\d+)?|\.\d+)((?:/\d+)?)", re.ASCII
-)
 
 
 class LastNumber:
@@ -31,12 +26,3 @@ class LastNumber:
         answer = columns.get("answer")
         right = isinstance(answer, str | int | float) and not isinstance(answer, bool) and is_number(str(answer))
         return None if right else f"has the answer {answer!r}, which is not a number"
-
-
-def last_number(text: str) -> str | None:
-    """The last number of a text, without dollar sign and commas, or None."""
-    found = NUMBER.findall(text.replace("\N{MINUS SIGN}", "-"))
-    if not found:
-        return None
-    sign, whole, decimals, denominator = found[-1]
-    return f"{sign}{whole.replace(',', '') or '0'}{decimals}{denominator}"

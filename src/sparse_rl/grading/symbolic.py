@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether two formulas are the same one: parsed by latex2sympy, compared by math-verify, with guards around both.
+
+Decimals are taken exactly as written, so 0.333 is never 1/3. A formula whose value has more digits than anyone writes
+out (9^{9^{9}}) is not evaluated: it equals nothing but itself. What this leaves open is time: callers bound it.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from functools import lru_cache
+from typing import Any
+
+LONGEST = 1000  # characters of a formula that is parsed
+DEEPEST = 40  # nested brackets
+MOST_DIGITS = 20_000.0
+TOWER = re.compile(r"\d\s*\^\s*\{?\s*\(?\d+\s*\^\s*\{?\s*\(?\d+\s*\^")
+
+
+def formulas_equal(given: str, right: str) -> bool:
+    """Whether the two always have the same value."""
+    left, other = parsed(right), parsed(given)
+    return left is not None and other is not None and _verify(left, other)
+
+
+def multiples(given: tuple[str, str], right: tuple[str, str], positive: bool = False) -> bool:
+    """Whether (a - b) is a number times (c - d): the same equation; with `positive`, the same inequality."""
+    import sympy
+
+    sides = [parsed(side) for side in (*given, *right)]
+    if not all(isinstance(side, sympy.Expr) for side in sides):
+        return False
+    first, second = sympy.expand(sides[0] - sides[1]), sympy.expand(sides[2] - sides[3])
+    if first == 0 or second == 0 or first.free_symbols != second.free_symbols:
+        return False
+    ratio = sympy.simplify(first / second)
+    return bool(ratio.is_number and ratio.is_nonzero and (ratio.is_positive or not positive))
+
+
+def value(text: str) -> float | None:
+    """The real number that a formula without variables comes to, None for anything else."""
+    from sympy import Expr
+
+    formula = parsed(text)
+    if not isinstance(formula, Expr) or formula.free_symbols:
+        return None
+    number = formula.evalf(20)
+    return float(number) if number.is_Float or number.is_Rational else None
+
+
+def readable(text: str) -> str:
+    """As the parser wants it: 5% as a fraction, 2e5 as no multiple of e, gamma as no function."""
+    text = re.sub(r"(\d+(?:\.\d+)?) ?%", r"\\frac{\1}{100}", text)
+    text = re.sub(r"(?<![A-Za-z])(\d+(?:\.\d+)?)[eE]([-+]?\d{1,3})(?![\d.])", r"\1 \\cdot 10^{\2}", text)
+    return re.sub(r"\\gamma(?![A-Za-z])", r"\\text{gamma}", text)
+
+
+@lru_cache(maxsize=256)
+def parsed(text: str) -> Any:
+    """The sympy formula of a normalised text, None where it cannot be one."""
+    if len(text) > LONGEST or not text or TOWER.search(text) or _depth(text) > DEEPEST:
+        return None
+    from latex2sympy2_extended.latex2sympy2 import ConversionConfig, latex2sympy
+    from sympy import Basic, Float, I, MatrixBase, MatrixExpr, Rational, Symbol
+
+    try:
+        # A word in \text is one symbol; letters side by side are a product.
+        formula = latex2sympy(
+            readable(text), normalization_config=None, conversion_config=ConversionConfig(lowercase_symbols=False)
+        )
+        if not isinstance(formula, Basic | MatrixBase) or magnitude(formula) > MOST_DIGITS:
+            return None
+        if isinstance(formula, MatrixExpr):  # a product of matrices, say
+            formula = formula.doit()
+        decimals = {number: Rational(str(number)) for number in formula.atoms(Float)}
+        return formula.xreplace(decimals | {Symbol("i"): I, Symbol("i", real=True): I})
+    except MemoryError:
+        raise
+    except Exception:  # the parser raises all sorts; what it cannot read is no formula
+        return None
+
+
+def magnitude(formula: Any) -> float:
+    """An upper bound of the digits that the value of any part without variables has; infinity if there are too many."""
+    from sympy import Integer, Pow, Rational, binomial, factorial
+
+    if isinstance(formula, Integer):
+        return formula.p.bit_length() * 0.302
+    if isinstance(formula, Rational):
+        return max(formula.p.bit_length(), formula.q.bit_length()) * 0.302
+    sizes = [magnitude(argument) for argument in getattr(formula, "args", ())] or [1.0]
+    if max(sizes) > MOST_DIGITS:
+        return float("inf")
+    if isinstance(formula, Pow) and not formula.args[1].free_symbols:
+        return (sizes[0] + 0.5) * 10 ** sizes[1] if sizes[1] < 6 else float("inf")
+    if isinstance(formula, factorial | binomial):
+        return sizes[0] * 10 ** sizes[0] if sizes[0] < 4 else float("inf")
+    return sum(sizes)
+
+
+def _verify(right: Any, given: Any) -> bool:
+    from math_verify.grader import verify
+    from sympy import MatrixBase, Symbol
+
+    if isinstance(right, Symbol) or isinstance(given, Symbol):
+        return bool(right == given)  # math-verify takes a product of letters for a word
+    if isinstance(right, MatrixBase) != isinstance(given, MatrixBase):
+        return False
+    if isinstance(right, MatrixBase):
+        return right.shape == given.shape and all(map(_verify, right.flat(), given.flat()))
+    return not _differ(right, given) and bool(verify(right, given, timeout_seconds=None))
+
+
+def _differ(right: Any, given: Any) -> bool:
+    """Whether the two clearly differ at some point: finds most wrong formulas without simplifying anything."""
+    from sympy import Rational
+
+    names = sorted(right.free_symbols | given.free_symbols, key=str)
+    for first in (7, 16):
+        point = {name: Rational(first * 13 + 5 * k * k + 2 * k, 97 + k) for k, name in enumerate(names)}
+        try:
+            values = [complex(formula.subs(point).evalf(15)) for formula in (right, given)]
+        except (TypeError, ValueError, ArithmeticError, AttributeError):  # no number, as of f(x)
+            return False
+        if not all(math.isfinite(abs(value)) for value in values):
+            return False
+        if abs(values[0] - values[1]) > 1e-6 * max(map(abs, values)):
+            return True
+    return False
+
+
+def _depth(text: str) -> int:
+    depth = deepest = 0
+    for char in text:
+        depth += (char in "([{") - (char in ")]}")
+        deepest = max(deepest, depth)
+    return deepest

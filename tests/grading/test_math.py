@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Equal answers are taken for equal however they are written, and different ones never."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import random
+import time
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+
+from sparse_rl.grading.math import equal, grade
+
+HERE = Path(__file__).parent
+
+
+def lines(name):
+    return [json.loads(line) for line in (HERE / name).read_text(encoding="utf-8").splitlines()]
+
+
+def test_pairs():
+    pairs = lines("pairs.jsonl")
+    assert len(pairs) == 300 and sum(pair["equal"] for pair in pairs) == 150
+    wrong = [pair for pair in pairs if equal(pair["given"], pair["right"]) != pair["equal"]]
+    assert len(wrong) <= 2, "\n".join(map(str, wrong))
+
+
+def test_right_answers_in_every_form():
+    spec = importlib.util.spec_from_file_location("check_graders", HERE.parents[1] / "scripts" / "check_graders.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    answers = [row["answer"] for row in lines("canonical.jsonl")]
+    for form, texts in zip(script.FORMS, zip(*map(script.forms, answers), strict=True), strict=True):
+        missed = [
+            (answer, text)
+            for answer, text in zip(answers, texts, strict=True)
+            if not grade({"completion": text, "right": answer})
+        ]
+        assert len(missed) <= 0.01 * len(answers), f"{form}: {missed}"
+
+
+def spellings(value: Fraction, rng: random.Random) -> list[str]:
+    top, bottom, factor = abs(value.numerator), value.denominator, rng.randint(2, 9)
+    sign = "-" if value < 0 else ""
+    found = [
+        f"{sign}{top}/{bottom}",
+        f"{sign}\\frac{{{top}}}{{{bottom}}}",
+        f"\\dfrac{{{sign}{top}}}{{{bottom}}}",
+        f"{sign}{top * factor}/{bottom * factor}",
+        f"${sign}\\tfrac{{{top}}}{{{bottom}}}$",
+        f"x = {sign}{top}/{bottom}",
+        f"{sign}{top}/{bottom} \\text{{ metres}}",
+        f"{sign}{100 * top}/{bottom}%" if bottom == 1 else f"{sign}\\frac {{{top}}} {{{bottom}}}",
+    ]
+    if top > bottom > 1:
+        found.append(f"{sign}{top // bottom}\\frac{{{top % bottom}}}{{{bottom}}}")
+    if bottom == 1:
+        found += [f"{sign}{top:,}", f"{sign}{top}.0", f"{sign}{top:,}".replace(",", "{,}")]
+    return found
+
+
+def test_fractions_are_equal_when_they_are():
+    rng = random.Random()
+    for _ in range(150):
+        one = Fraction(rng.randint(-5000, 5000) or 1, rng.choice([1, 1, 2, 3, 7, 12, 64]))
+        other = one if rng.random() < 0.5 else one + rng.choice([-1, 1]) * Fraction(1, rng.choice([1, 2, 97]))
+        given, right = rng.choice(spellings(one, rng)), rng.choice(spellings(other, rng))
+        if "%" in given + right:  # a percent equals two numbers
+            continue
+        assert equal(given, right) == (one == other), (given, right)
+
+
+def test_a_decimal_is_met_to_its_decimals_and_to_a_part_in_ten_thousand():
+    rng = random.Random()
+    for _ in range(100):
+        places = rng.randint(1, 4)
+        right = f"{rng.randint(1, 9999)}.{rng.randint(0, 10**places - 1):0{places}}"
+        value, allowed = Fraction(right), min(Fraction(1, 2 * 10**places), Fraction(right) / 10_000)
+        off = allowed * Fraction(rng.randint(1, 300), 100)
+        given = value + rng.choice([-1, 1]) * off
+        assert equal(f"{given.numerator}/{given.denominator}", right) == (off < allowed), (given, right)
+        assert not equal(right, f"{given.numerator}/{given.denominator}"), "a fraction is met exactly"
+    assert equal("2.88 \\times 10^{16}", "2.88e16")
+    assert equal("28800000000000001", "2.88e16")
+    assert not equal("2.881e16", "2.88e16")
+    assert equal("\\pi", "3.1416")
+    assert not equal("3.1416", "\\pi")
+
+
+def test_order_counts_in_tuples_alone():
+    rng = random.Random()
+    for _ in range(40):
+        items = [str(value) for value in rng.sample(range(-99, 99), rng.randint(2, 5))]
+        shuffled = rng.sample(items, len(items))
+        moved = shuffled != items
+        assert equal(", ".join(shuffled), ", ".join(items))
+        assert equal("\\{" + ",".join(shuffled) + "\\}", ", ".join(items))
+        assert equal(f"({', '.join(shuffled)})", f"({', '.join(items)})") != moved
+        assert not equal(", ".join(shuffled[1:]), ", ".join(items))
+
+
+def test_bounds_are_open_or_closed():
+    for opening in "([":
+        for closing in ")]":
+            for other_opening, other_closing in ("()", "(]", "[)", "[]"):
+                same = (opening, closing) == (other_opening, other_closing)
+                assert equal(f"{opening}1, 2{closing}", f"{other_opening}1,2{other_closing}") == same
+                signs = ["<" if opening == "(" else "\\le", "<" if closing == ")" else "\\leq"]
+                assert equal(f"1 {signs[0]} x {signs[1]} 2", f"{other_opening}1,2{other_closing}") == same
+
+
+def test_several_right_answers_are_alternatives():
+    assert equal("1/2", ["0.25", "\\frac12"])
+    assert not equal("1/2", ["0.25", "2"])
+
+
+@pytest.mark.parametrize(
+    "tower", ["9^{9^{9^{9}}}", "9^9^9^9", "2^{10^{10}}", "10^{10^{100}}", "99999!", "(10^{99999})^{99999}"]
+)
+def test_towers_are_not_evaluated(tower):
+    assert not equal(tower, "5")
+    assert not equal("5", tower)
+    assert equal(tower, f"${tower}$")
+
+
+@pytest.mark.parametrize(
+    "piece", ["a", "5 a", "cm ", "\\text{a}", "(", "{", "1,", "\\frac", "\\pm", " and ", "=", "<", "x", "/", "."]
+)
+def test_long_answers_take_no_time(piece):
+    text = "5 " + piece * (1900 // len(piece))
+    start = time.perf_counter()
+    assert not equal(text + "1", "7\\text{ cm}")
+    assert not equal("7", text + "1")
+    assert time.perf_counter() - start < 2
+
+
+@pytest.mark.parametrize(
+    ("given", "right"),
+    [
+        ("5 or 6", "5"),
+        ("5\\text{ or 6}", "5"),
+        ("\\text{5 or 6}", "5"),
+        ("5, 6, 7", "6"),
+        ("(A) or (B)", "A"),
+        ("A. or B.", "A"),
+        ("A, B", "B"),
+        ("\\pm 5", "5"),
+        ("5 = 6", "5"),
+        ("(-\\infty, \\infty)", "(0, 1)"),
+        ("x", "5"),
+        ("x = x", "x = 5"),
+    ],
+)
+def test_a_guess_that_names_several_is_wrong(given, right):
+    assert not equal(given, right)
