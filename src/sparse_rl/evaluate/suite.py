@@ -16,8 +16,9 @@ from sparse_rl.evaluate.plan import Evaluation, find_template
 from sparse_rl.evaluate.protocols import Settings
 from sparse_rl.model.load import LoadedModel
 from sparse_rl.rollout import Sampling
-from sparse_rl.tasks.base import GIVEN, Reward, Rewards
+from sparse_rl.tasks.base import Reward, Rewards
 from sparse_rl.tasks.benchmarks import find, problems
+from sparse_rl.tasks.prompts import make_prompt
 from sparse_rl.tasks.rewards import build_reward
 from sparse_rl.types import Prompt
 
@@ -97,22 +98,11 @@ def build_prompts(suite: Suite, evaluation: Evaluation, loaded: LoadedModel) -> 
 
 
 def _prompt(row: dict[str, Any], suite: Suite, evaluation: Evaluation, tokenizer: PreTrainedTokenizerBase) -> Prompt:
-    where = f"problem {row['id']!r} of {suite.name}"
-    taken = [name for name in GIVEN if name in row]
-    if taken:
-        raise ValueError(f"{where} has a column {taken[0]!r}, a name that graders know otherwise; rename it.")
     given = find_template(suite.settings.template).prompt(row["problem"], evaluation.system)
-    messages = given if isinstance(given, list) and tokenizer.chat_template is not None else []
-    try:
-        if messages:
-            more = evaluation.chat_template_kwargs
-            text = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **more))
-        else:
-            text = given if isinstance(given, str) else "".join(f"{turn['content']}\n" for turn in given)
-        ids = tuple(tokenizer(text, add_special_tokens=not messages).input_ids)
-    except Exception as error:  # a template's own complaint, or text that is not Unicode
-        raise ValueError(f"{where} cannot be made a prompt ({type(error).__name__}: {error}); mend it.") from error
-    return Prompt(ids=ids, text=text, messages=tuple(messages), columns=row)
+    if isinstance(given, list) and tokenizer.chat_template is None:
+        given = "".join(f"{turn['content']}\n" for turn in given)
+    where = f"problem {row['id']!r} of {suite.name}"
+    return make_prompt({**row, "prompt": given}, where, tokenizer, evaluation.chat_template_kwargs)
 
 
 def _digest(value: Any) -> str:
