@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from sparse_rl.evaluate.plan import Cell
 from sparse_rl.evaluate.store import Sample, Store
 from sparse_rl.evaluate.suite import Suite
+from sparse_rl.grading.answer import final_answer
 from sparse_rl.types import Prompt, Rollout
 
 MAX_BATCH = 256  # rollouts graded in one call
@@ -87,6 +88,7 @@ class Block:
             "problem": row["id"],
             "sample": rollout.sample,
             "completion": text,
+            **({"extracted": final_answer(text)} if self.suite.rewards.names == ("math",) else {}),
             "score": score,
             **({} if failure is None else {"failure": failure}),
             **({"answer": row["answer"]} if len(str(row.get("answer", "." * SHOWN))) < SHOWN else {}),
