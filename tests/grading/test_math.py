@@ -22,10 +22,16 @@ def lines(name):
 
 
 def test_pairs():
+    """Half are answers of the sets with another spelling, half are wrong by a sign, unit, order, bound or the like."""
     pairs = lines("pairs.jsonl")
     assert len(pairs) == 300 and sum(pair["equal"] for pair in pairs) == 150
     wrong = [pair for pair in pairs if equal(pair["given"], pair["right"]) != pair["equal"]]
     assert len(wrong) <= 2, "\n".join(map(str, wrong))
+
+
+def test_more_spellings_of_our_own():
+    wrong = [pair for pair in lines("own_pairs.jsonl") if not equal(pair["given"], pair["right"])]
+    assert not wrong, "\n".join(map(str, wrong))
 
 
 def test_right_answers_in_every_form():
