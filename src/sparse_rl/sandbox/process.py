@@ -20,12 +20,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache
 from typing import IO, Any
 
 from sparse_rl.sandbox.child import PROGRAM, READY
 from sparse_rl.sandbox.confine import Confinement
+from sparse_rl.sandbox.encoding import MAX_FRAME
 
 MAX_OUTPUT = 16 << 20  # bytes a program may print
 MAX_FOLDER, MAX_FILES = 64 << 20, 500  # bytes and files of a private folder
@@ -120,7 +121,7 @@ class Sandbox:
                     os.close(fd)
             assert checker.stderr is not None
             children = [(checker, mine), (candidate, its)]
-            output, stopped = _read(checker.stderr.fileno(), children, start + limit, MAX_OUTPUT + 4096)
+            output, stopped = _read(checker.stderr.fileno(), children, start + limit, MAX_FRAME + 4096)
             crashed = not stopped and _ended(checker, mine, start + limit) == "" and checker.returncode < 0
         return _verdict(output, stopped, crashed, time.monotonic() - start)
 
@@ -196,13 +197,13 @@ def _child(
         "package": _PACKAGE,
         "packages": _packages(),
         "secret": secret,
-        "confinement": asdict(confinement),
+        "confinement": confinement._asdict(),
     }
     environment = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": folder, "TMPDIR": folder, "PYTHONHASHSEED": "0"}
     environment |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     if "LD_LIBRARY_PATH" in os.environ:  # some interpreters do not start without
         environment["LD_LIBRARY_PATH"] = os.environ["LD_LIBRARY_PATH"]
-    python = [sys.executable, "-S", "-s", "-P", "-B", "-X", "utf8", "-c", _BOOT, json.dumps(settings)]
+    python = [sys.executable, "-S", "-s", "-P", "-X", "utf8", "-c", _BOOT, json.dumps(settings)]
     process = subprocess.Popen(
         [*(_bwrap(folder) if sandbox.method == "bwrap" else []), *python],
         **({"stderr": subprocess.DEVNULL} | streams),

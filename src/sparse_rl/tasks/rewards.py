@@ -38,10 +38,20 @@ class GradingConfig:
             raise ValueError(f"grading.timeout_s is {self.timeout_s}; it must be above 0.")
 
 
+def _code(grading: GradingConfig, timeout_s: str = "10", memory_mb: str = "1024") -> Reward:
+    """Programs run against the row's tests: seconds and address space that one of them may take."""
+    from sparse_rl.grading.code import CodeReward
+    from sparse_rl.sandbox.process import Limits
+
+    limits = Limits(timeout_s=float(timeout_s), memory_mb=int(memory_mb))
+    return CodeReward.build(limits, grading.workers, grading.unsafe_code)
+
+
 # name: a maker that takes the settings of grading and the reward's own (as strings)
 REWARDS: dict[str, Callable[..., Reward]] = {
     "boxed": lambda grading: boxed_answer,
     "last_number": lambda grading: last_number_right,
+    "code": _code,
 }
 
 
