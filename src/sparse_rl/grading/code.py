@@ -31,7 +31,8 @@ class CodeReward:
         found = isolation()
         if found.method is None and not unsafe:
             raise ValueError(
-                f"the code reward runs programs that nobody has read, and nothing here keeps them apart ({found.reason}). "
+                "the code reward runs programs that nobody has read, and nothing on this machine keeps them apart "
+                f"({found.reason}). "
                 "Use Linux 5.13 or newer with Landlock, or install bubblewrap; "
                 "--grading.unsafe_code true runs them all the same, with your rights."
             )
@@ -58,8 +59,7 @@ class CodeReward:
         try:
             programs = [extract_program(text) for text in texts]
             jobs = [
-                pool.submit(suite.judge, program, self.sandbox)
-                for suite, program in zip(suites, programs, strict=True)
+                pool.submit(suite.judge, program, self.sandbox) for suite, program in zip(suites, programs, strict=True)
             ]
             return [_reward(job.result()) for job in jobs]
         finally:

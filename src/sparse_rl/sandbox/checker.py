@@ -86,11 +86,9 @@ def _ask(verb: str, remote: Remote, *rest: Any) -> Any:
     if isinstance(reply, list) and len(reply) == 3 and reply[0] == "raised":
         kind = getattr(builtins, str(reply[1]), None)
         kind = kind if isinstance(kind, type) and issubclass(kind, Exception) else CandidateError
-        try:
-            error = kind(str(reply[2]))
-        except TypeError:  # UnicodeDecodeError and the like want more than a text
-            error = CandidateError(f"{reply[1]}: {reply[2]}")
-        raise error
+        if kind is CandidateError or issubclass(kind, UnicodeError):  # which wants more than a text
+            raise CandidateError(f"{reply[1]}: {reply[2]}")
+        raise kind(str(reply[2]))
     raise Gone("the program's answer has no form.")
 
 
@@ -100,7 +98,7 @@ def check() -> None:
     with open(TASK, "rb") as file:
         task = decode(file.read())
     kind = task.pop("kind")
-    sys.stdout = sys.stderr = open(os.devnull, "w")  # test code may print
+    sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - test code may print
     try:
         judge = {"code": _Code, "calls": _Calls, "record": _Record}[kind](**task)
     except Exception as error:

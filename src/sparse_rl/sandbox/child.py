@@ -80,7 +80,11 @@ def _answer() -> None:
     source = _source()
     os.write(replies, READY)
     module = _module("candidate")
-    exec(compile(source, PROGRAM, "exec"), module.__dict__)
+    try:
+        exec(compile(source, PROGRAM, "exec"), module.__dict__)
+    except Exception as error:
+        write_frame(replies, _raised(error))  # the answer to the first call, whatever it will be
+        return
     answers = _Answers(module)
     with contextlib.suppress(EOFError):
         while True:
@@ -106,10 +110,12 @@ class _Answers:
                 target = getattr(self.module, target)
             if verb == "call":
                 value = target(*rest[0], **rest[1])
-            elif verb == "get":
-                value = getattr(target, rest[0])
             else:
-                value = setattr(target, rest[0], rest[1])
+                value = getattr(target, rest[0]) if verb == "get" else setattr(target, *rest)  # type: ignore[func-returns-value]
             return encode(["value", value], self.keep)
         except Exception as error:
-            return encode(["raised", type(error).__name__, str(error)[:500]])
+            return _raised(error)
+
+
+def _raised(error: Exception) -> bytes:
+    return encode(["raised", type(error).__name__, str(error)[:500]])

@@ -91,7 +91,7 @@ def same_text(printed: str, expected: str) -> bool:
 
 def _same_line(line: str, wanted: str) -> bool:
     words, goal = line.split(), wanted.split()
-    return words == goal or len(words) == len(goal) and all(map(_same_word, words, goal))
+    return words == goal or (len(words) == len(goal) and all(map(_same_word, words, goal)))
 
 
 def _same_word(word: str, wanted: str) -> bool:

@@ -21,7 +21,7 @@ from typing import Any
 MAX_DEPTH = 100
 MAX_FRAME = 64 << 20  # bytes; HumanEval+ has a result of 34 million
 _SMALL = 1 << 53
-_TAGS = ((tuple, "t"), (set, "s"), (frozenset, "f"))
+_TAGS: tuple[tuple[Any, str], ...] = ((tuple, "t"), (set, "s"), (frozenset, "f"))
 
 
 class Unreadable(ValueError):
@@ -97,7 +97,7 @@ def _plain(given: Any, opaque: Callable[[int], Any], depth: int) -> Any:
         return opaque(int(body))
     items = [_plain(item, opaque, depth + 1) for item in body]
     if tag == "d":
-        return {key: value for key, value in items}
+        return dict(items)
     return {"t": tuple, "s": set, "f": frozenset}[tag](items)
 
 

@@ -11,9 +11,9 @@ from collections.abc import Callable
 def attempts(secret: str) -> list[str]:
     """The attempts that succeeded; none should."""
     tries: dict[str, Callable[[], object]] = {
-        "read a file of its parent's": lambda: open(secret).read(),
-        "write beside its folder": lambda: open(os.path.join(os.path.dirname(secret), "written"), "w"),
-        "read /etc/passwd": lambda: open("/etc/passwd").read(),
+        "read a file of its parent's": lambda: os.open(secret, os.O_RDONLY),
+        "write beside its folder": lambda: os.open(secret + "2", os.O_WRONLY | os.O_CREAT),
+        "read /etc/passwd": lambda: os.open("/etc/passwd", os.O_RDONLY),
         "list the root folder": lambda: os.listdir("/"),
         "open a socket": lambda: socket.socket(),
         "open a local socket": lambda: socket.socket(socket.AF_UNIX),

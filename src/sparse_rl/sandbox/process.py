@@ -22,7 +22,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from typing import IO, Any
+from typing import Any
 
 from sparse_rl.sandbox.child import PROGRAM, READY
 from sparse_rl.sandbox.confine import Confinement
@@ -110,9 +110,7 @@ class Sandbox:
             calls_in, calls_out = os.pipe()
             replies_in, replies_out = os.pipe()
             try:
-                candidate = stack.enter_context(
-                    _child(self, "answer", its, limit, stdin=calls_in, stdout=replies_out, stderr=subprocess.DEVNULL)
-                )
+                candidate = stack.enter_context(_child(self, "answer", its, limit, stdin=calls_in, stdout=replies_out))
                 checker = stack.enter_context(
                     _child(self, "check", mine, limit, stdin=replies_in, stdout=calls_out, stderr=subprocess.PIPE)
                 )
@@ -179,7 +177,15 @@ def _bwrap(folder: str) -> list[str]:
 
 @contextlib.contextmanager
 def _child(
-    sandbox: Sandbox, mode: str, folder: str, limit_s: float = 0.0, secret: str = "", **streams: Any
+    sandbox: Sandbox,
+    mode: str,
+    folder: str,
+    limit_s: float = 0.0,
+    secret: str = "",
+    *,
+    stdin: Any,
+    stdout: Any,
+    stderr: Any = subprocess.DEVNULL,
 ) -> Iterator[subprocess.Popen[bytes]]:
     """A confined child in one of `child.py`'s modes; it is gone when the block is left."""
     confinement = Confinement(
@@ -204,9 +210,11 @@ def _child(
     if "LD_LIBRARY_PATH" in os.environ:  # some interpreters do not start without
         environment["LD_LIBRARY_PATH"] = os.environ["LD_LIBRARY_PATH"]
     python = [sys.executable, "-S", "-s", "-P", "-X", "utf8", "-c", _BOOT, json.dumps(settings)]
-    process = subprocess.Popen(
+    process: subprocess.Popen[bytes] = subprocess.Popen(
         [*(_bwrap(folder) if sandbox.method == "bwrap" else []), *python],
-        **({"stderr": subprocess.DEVNULL} | streams),
+        stdin=stdin,
+        stdout=stdout,
+        stderr=stderr,
         cwd=folder,
         env=environment,
         start_new_session=True,
@@ -280,7 +288,7 @@ def _ended(process: subprocess.Popen[bytes], folder: str, deadline: float) -> st
 def probe(sandbox: Sandbox, secret: str) -> tuple[bytes, str]:
     """What a probing child said, and what stopped it."""
     with _folder() as folder:
-        streams: dict[str, int | IO[bytes]] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE}
-        with _child(sandbox, "probe", folder, secret=secret, **streams) as process:
+        pipe, nothing = subprocess.PIPE, subprocess.DEVNULL
+        with _child(sandbox, "probe", folder, secret=secret, stdin=nothing, stdout=pipe) as process:
             assert process.stdout is not None
             return _read(process.stdout.fileno(), [(process, folder)], time.monotonic() + 20, 1 << 16)

@@ -25,7 +25,8 @@ from sparse_rl.sandbox.extract import complete
 from sparse_rl.sandbox.process import Sandbox, Verdict
 
 # LiveCodeBench puts the usual imports before every program; LeetCode does so too.
-_USUAL = """import bisect, collections, copy, datetime, functools, heapq, itertools, math, operator, random, re, string, sys
+_USUAL = """import bisect, collections, copy, datetime, functools, heapq, itertools, math, operator
+import random, re, string, sys
 from bisect import *
 from collections import *
 from functools import *
@@ -96,9 +97,7 @@ class Calls:
                 return Verdict("broken", f"the canonical solution cannot be run: {known.detail}")
             expected, seconds = known.values, known.seconds
         program = _USUAL + program if self.usual else complete(self.prompt, program, self.entry_point)
-        task = encode_fields(
-            kind=encode("calls"), **self._asked(), expected=expected, atol=encode(float(self.atol))
-        )
+        task = encode_fields(kind=encode("calls"), **self._asked(), expected=expected, atol=encode(float(self.atol)))
         return sandbox.check(program, task, timeout_s=4 * seconds)  # EvalPlus's factor
 
     def _asked(self) -> dict[str, bytes]:
