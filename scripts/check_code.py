@@ -24,7 +24,7 @@ from sparse_rl.grading.code import CodeReward
 from sparse_rl.sandbox.process import Limits, Verdict
 
 SETS = ("humaneval", "humaneval_plus_mini", "humaneval_plus", "mbpp_plus", "mbpp")
-KNOWN: dict[str, str] = {}
+KNOWN: dict[str, str] = {}  # id: why a canonical solution does not pass
 
 
 def solution(row: dict[str, Any]) -> str:

@@ -13,7 +13,8 @@ import ctypes, os
 libc = ctypes.CDLL(None, use_errno=True)
 libc.syscall.restype = ctypes.c_long
 def attack():
-    return "done" if libc.syscall({call}) >= 0 else "refused"
+    given = [ctypes.c_long(part) if isinstance(part, int) else part for part in ({call},)]
+    return "done" if libc.syscall(*given) >= 0 else "refused"
 """
 
 
@@ -23,8 +24,9 @@ def _raw(call: str) -> str:
 
 def _tried(body: str) -> str:
     lines = "\n".join("        " + line for line in body.strip().splitlines())
-    head = "import ctypes, mmap, os, resource, signal, socket, subprocess, sys, threading, time, glob, shutil\n"
-    return f"{head}def attack():\n    try:\n{lines}\n    except (OSError, ValueError, RuntimeError, MemoryError) as error:\n        return 'refused'\n"
+    head = "import ctypes, mmap, os, resource, signal, socket, subprocess, sys, threading, time\n"
+    errors = "(OSError, ValueError, RuntimeError, MemoryError)"
+    return f"{head}def attack():\n    try:\n{lines}\n    except {errors}:\n        return 'refused'\n"
 
 
 # Each shows the same success outside the sandbox: the positive control.
@@ -53,7 +55,7 @@ FREE: dict[str, str] = {
     "truncate while reading": _tried("os.open('{folder}/other', os.O_RDONLY | os.O_TRUNC)\nreturn 'done'"),
     "truncate by name": _tried("os.truncate('{folder}/other', 0)\nreturn 'done'"),
     "write a library": _tried(
-        "open(os.path.dirname(os.__file__) + '/sparse_rl_left', 'w')\nos.unlink(os.path.dirname(os.__file__) + '/sparse_rl_left')\nreturn 'done'"
+        "path = os.path.dirname(os.__file__) + '/sparse_rl_left'\nopen(path, 'w')\nos.unlink(path)\nreturn 'done'"
     ),
     "delete outside": _tried("os.unlink('{folder}/other')\nreturn 'done'"),
     "make a folder outside": _tried("os.mkdir('{folder}/made')\nreturn 'done'"),
@@ -141,53 +143,292 @@ REFUSED = {
 
 # Programs that must end by themselves or be ended: time, memory, output, processes, files, threads.
 BOMBS: dict[str, str] = {
-    "fork bomb": _tried("while True:\n    os.fork()"),
-    "endless output": "import os\ndef attack():\n    while True:\n        os.write(1, b'x' * 65536)",
-    "endless errors": "import os\ndef attack():\n    while True:\n        os.write(2, b'x' * 65536)",
-    "endless answers": "import os\ndef attack():\n    while True:\n        for fd in range(64):\n            try:\n                os.write(fd, b'x' * 65536)\n            except OSError:\n                pass",
-    "sleep": "import time\ndef attack():\n    time.sleep(1e6)\n    return 'done'",
-    "busy loop": "def attack():\n    while True:\n        pass",
-    "deaf to signals": "import signal\nfor number in (signal.SIGTERM, signal.SIGXCPU, signal.SIGINT):\n    signal.signal(number, signal.SIG_IGN)\ndef attack():\n    while True:\n        pass",
-    "memory in a list": "def attack():\n    kept = []\n    try:\n        while True:\n            kept.append(bytearray(1 << 24))\n    except MemoryError:\n        return 'refused' if len(kept) < 70 else 'done'",
-    "memory by mmap": _tried("kept = [mmap.mmap(-1, 1 << 30) for _ in range(4)]\nreturn 'done'"),
-    "more memory by limits": _tried("resource.setrlimit(resource.RLIMIT_AS, (-1, -1))\nreturn 'done'"),
+    "fork bomb": _tried(
+        r"""
+while True:
+    os.fork()
+"""
+    ),
+    "endless output": r"""
+import os
+def attack():
+    while True:
+        os.write(1, b'x' * 65536)
+""",
+    "endless errors": r"""
+import os
+def attack():
+    while True:
+        os.write(2, b'x' * 65536)
+""",
+    "endless answers": r"""
+import os
+def attack():
+    while True:
+        for fd in range(64):
+            try:
+                os.write(fd, b'x' * 65536)
+            except OSError:
+                pass
+""",
+    "sleep": r"""
+import time
+def attack():
+    time.sleep(1e6)
+    return 'done'
+""",
+    "busy loop": r"""
+def attack():
+    while True:
+        pass
+""",
+    "deaf to signals": r"""
+import signal
+for number in (signal.SIGTERM, signal.SIGXCPU, signal.SIGINT):
+    signal.signal(number, signal.SIG_IGN)
+def attack():
+    while True:
+        pass
+""",
+    "memory in a list": r"""
+def attack():
+    kept = []
+    try:
+        while True:
+            kept.append(bytearray(1 << 24))
+    except MemoryError:
+        return 'refused' if len(kept) < 70 else 'done'
+""",
+    "memory by mmap": _tried(
+        r"""
+kept = [mmap.mmap(-1, 1 << 30) for _ in range(4)]
+return 'done'
+"""
+    ),
+    "more memory by limits": _tried(
+        r"""
+resource.setrlimit(resource.RLIMIT_AS, (-1, -1))
+return 'done'
+"""
+    ),
     "many threads": _tried(
-        "threading.stack_size(65536)\nfor _ in range(2000):\n    threading.Thread(target=time.sleep, args=(60,), daemon=True).start()\ntime.sleep(1)\nreturn 'done'"
+        r"""
+threading.stack_size(65536)
+for _ in range(2000):
+    threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+time.sleep(1)
+return 'done'
+"""
     ),
     "a large file": _tried(
-        "file = open('large', 'wb')\nfor _ in range(200):\n    file.write(b'x' * (1 << 20))\nfile.flush()\nreturn 'done'"
+        r"""
+file = open('large', 'wb')
+for _ in range(200):
+    file.write(b'x' * (1 << 20))
+file.flush()
+return 'done'
+"""
     ),
-    "many files": _tried("for i in range(3000):\n    open(f'file{{i}}', 'w').write('x')\ntime.sleep(1)\nreturn 'done'"),
+    "many files": _tried(
+        r"""
+for i in range(3000):
+    open(f'file{{i}}', 'w').write('x')
+time.sleep(1)
+return 'done'
+"""
+    ),
     "much in many files": _tried(
-        "for i in range(40):\n    open(f'file{{i}}', 'wb').write(b'x' * (8 << 20))\ntime.sleep(1)\nreturn 'done'"
+        r"""
+for i in range(40):
+    open(f'file{{i}}', 'wb').write(b'x' * (8 << 20))
+time.sleep(1)
+return 'done'
+"""
     ),
-    "deep value": "def attack():\n    value = []\n    for _ in range(100000):\n        value = [value]\n    return value",
-    "deep answer": "import os, struct\nbody = b'[' * 1000000\nfor fd in range(3, 64):\n    try:\n        os.write(fd, struct.pack('=I', len(body)) + body)\n    except OSError:\n        pass\ndef attack():\n    return 'done?'",
-    "large integer": "def attack():\n    return 1 << (1 << 28)",
-    "crash": "import ctypes\ndef attack():\n    ctypes.string_at(0)",
+    "deep value": r"""
+def attack():
+    value = []
+    for _ in range(100000):
+        value = [value]
+    return value
+""",
+    "deep answer": r"""
+import os, struct
+body = b'[' * 1000000
+for fd in range(3, 64):
+    try:
+        os.write(fd, struct.pack('=I', len(body)) + body)
+    except OSError:
+        pass
+def attack():
+    return 'done?'
+""",
+    "large integer": r"""
+def attack():
+    return 1 << (1 << 28)
+""",
+    "crash": r"""
+import ctypes
+def attack():
+    ctypes.string_at(0)
+""",
 }
 
 # Wrong programs that try to be judged right: they never return the answer.
 FORGERIES: dict[str, str] = {
-    "early exit": "import sys\nsys.exit(0)",
-    "hard exit": "import os\nos._exit(0)",
-    "exit when called": "import os\ndef attack():\n    os._exit(0)",
-    "SystemExit when called": "def attack():\n    raise SystemExit(0)",
-    "closes everything": "import os\nos.closerange(0, 64)\ndef attack():\n    return 'wrong'",
-    "lying equality": "class Liar(str):\n    def __eq__(self, other):\n        return True\n    def __ne__(self, other):\n        return False\n    __hash__ = str.__hash__\ndef attack():\n    return Liar('wrong')",
-    "lying object": "class Liar:\n    def __eq__(self, other):\n        return True\n    def __bool__(self):\n        return True\ndef attack():\n    return Liar()",
-    "lying list": "class Liar(list):\n    def __eq__(self, other):\n        return True\ndef attack():\n    return Liar(['wrong'])",
-    "lying type": "class Meta(type):\n    def __eq__(self, other):\n        return True\n    __hash__ = type.__hash__\nclass Liar(metaclass=Meta):\n    __eq__ = lambda self, other: True\ndef attack():\n    return Liar",
-    "patches builtins": "import builtins\nbuiltins.AssertionError = type('E', (BaseException,), {})\nbuiltins.isinstance = lambda *a: True\nbuiltins.all = lambda *a: True\nbuiltins.bool = lambda *a: True\ndef attack():\n    return 'wrong'",
-    "patches operator": "import operator\noperator.eq = lambda *a: True\ndef attack():\n    return 'wrong'",
-    "patches the comparison": "import sys\nfor name, module in list(sys.modules.items()):\n    for key in ('right', 'same_text', 'encode', 'decode', 'check'):\n        if hasattr(module, key):\n            setattr(module, key, lambda *a, **k: b'passed')\ndef attack():\n    return 'wrong'",
-    "loads the checker": "import sys\nsys.path.append('/')\nimport importlib\ntry:\n    import sparse_rl.sandbox.checker as checker\n    checker._say('passed', '')\nexcept Exception:\n    pass\ndef attack():\n    return 'wrong'",
-    "looks for it with gc": "import gc\nfor thing in gc.get_objects():\n    if type(thing) is dict and 'expected' in thing:\n        thing['expected'] = ['wrong']\ndef attack():\n    return 'wrong'",
-    "looks for it in frames": "import sys\ndef attack():\n    frame = sys._getframe()\n    while frame:\n        for value in list(frame.f_locals.values()) + list(frame.f_globals.values()):\n            if isinstance(value, (str, bytes)) and 'done' in str(value) and len(value) < 20:\n                return 'do' + 'ne'\n        frame = frame.f_back\n    return 'wrong'",
-    "forges the verdict everywhere": "import os, struct\nbody = b'passed\\n'\nfor fd in range(64):\n    for text in (b'\\0ready\\n' + struct.pack('=I', len(body)) + body, struct.pack('=I', len(body)) + body, body):\n        try:\n            os.write(fd, text)\n        except OSError:\n            pass\ndef attack():\n    return 'wrong'",
-    "an answer that is no answer": "import os, struct\nfor body in (b'{}', b'[\"passed\"]', b'{\"t\":5}', b'{\"s\":[[1]]}', b'\\xff', b'{\"o\":0}'):\n    for fd in range(3, 64):\n        try:\n            os.write(fd, struct.pack('=I', len(body)) + body)\n        except OSError:\n            pass\ndef attack():\n    return 'wrong'",
-    "raises what ends a test": "def attack():\n    raise type('SystemExit', (Exception,), {})('0')",
-    "raises AssertionError": "def attack():\n    raise AssertionError('passed')",
-    "prints the verdict": "print('passed')\nprint('done')\ndef attack():\n    print('done')",
-    "slow collisions": "def attack():\n    return {i * ((1 << 61) - 1) for i in range(3000)}",
+    "early exit": r"""
+import sys
+sys.exit(0)
+""",
+    "hard exit": r"""
+import os
+os._exit(0)
+""",
+    "exit when called": r"""
+import os
+def attack():
+    os._exit(0)
+""",
+    "SystemExit when called": r"""
+def attack():
+    raise SystemExit(0)
+""",
+    "closes everything": r"""
+import os
+os.closerange(0, 64)
+def attack():
+    return 'wrong'
+""",
+    "lying equality": r"""
+class Liar(str):
+    def __eq__(self, other):
+        return True
+    def __ne__(self, other):
+        return False
+    __hash__ = str.__hash__
+def attack():
+    return Liar('wrong')
+""",
+    "lying object": r"""
+class Liar:
+    def __eq__(self, other):
+        return True
+    def __bool__(self):
+        return True
+def attack():
+    return Liar()
+""",
+    "lying list": r"""
+class Liar(list):
+    def __eq__(self, other):
+        return True
+def attack():
+    return Liar(['wrong'])
+""",
+    "lying type": r"""
+class Meta(type):
+    def __eq__(self, other):
+        return True
+    __hash__ = type.__hash__
+class Liar(metaclass=Meta):
+    __eq__ = lambda self, other: True
+def attack():
+    return Liar
+""",
+    "patches builtins": r"""
+import builtins
+builtins.AssertionError = type('E', (BaseException,), {})
+builtins.isinstance = lambda *a: True
+builtins.all = lambda *a: True
+builtins.bool = lambda *a: True
+def attack():
+    return 'wrong'
+""",
+    "patches operator": r"""
+import operator
+operator.eq = lambda *a: True
+def attack():
+    return 'wrong'
+""",
+    "patches the comparison": r"""
+import sys
+for name, module in list(sys.modules.items()):
+    for key in ('right', 'same_text', 'encode', 'decode', 'check'):
+        if hasattr(module, key):
+            setattr(module, key, lambda *a, **k: b'passed')
+def attack():
+    return 'wrong'
+""",
+    "loads the checker": r"""
+import sys
+sys.path.append('/')
+import importlib
+try:
+    import sparse_rl.sandbox.checker as checker
+    checker._say('passed', '')
+except Exception:
+    pass
+def attack():
+    return 'wrong'
+""",
+    "looks for it with gc": r"""
+import gc
+for thing in gc.get_objects():
+    if type(thing) is dict and 'expected' in thing:
+        thing['expected'] = ['wrong']
+def attack():
+    return 'wrong'
+""",
+    "looks for it in frames": r"""
+import sys
+def attack():
+    frame = sys._getframe()
+    while frame:
+        for value in list(frame.f_locals.values()) + list(frame.f_globals.values()):
+            if isinstance(value, (str, bytes)) and 'done' in str(value) and len(value) < 20:
+                return 'do' + 'ne'
+        frame = frame.f_back
+    return 'wrong'
+""",
+    "forges the verdict everywhere": r"""
+import os, struct
+body = b'passed\n'
+for fd in range(64):
+    for text in (b'\0ready\n' + struct.pack('=I', len(body)) + body, struct.pack('=I', len(body)) + body, body):
+        try:
+            os.write(fd, text)
+        except OSError:
+            pass
+def attack():
+    return 'wrong'
+""",
+    "an answer that is no answer": r"""
+import os, struct
+for body in (b'{}', b'["passed"]', b'{"t":5}', b'{"s":[[1]]}', b'\xff', b'{"o":0}'):
+    for fd in range(3, 64):
+        try:
+            os.write(fd, struct.pack('=I', len(body)) + body)
+        except OSError:
+            pass
+def attack():
+    return 'wrong'
+""",
+    "raises what ends a test": r"""
+def attack():
+    raise type('SystemExit', (Exception,), {})('0')
+""",
+    "raises AssertionError": r"""
+def attack():
+    raise AssertionError('passed')
+""",
+    "prints the verdict": r"""
+print('passed')
+print('done')
+def attack():
+    print('done')
+""",
+    "slow collisions": r"""
+def attack():
+    return {i * ((1 << 61) - 1) for i in range(3000)}
+""",
 }

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import math
 import os
@@ -30,7 +31,7 @@ hashable = st.recursive(atoms, lambda inner: st.lists(inner).map(tuple) | st.fro
 values = st.recursive(
     hashable | st.sets(hashable),
     lambda inner: st.lists(inner) | st.lists(inner).map(tuple) | st.dictionaries(hashable, inner),
-    max_leaves=20,
+    max_leaves=10,
 )
 
 
@@ -45,19 +46,17 @@ def same(a: object, b: object) -> bool:
     return a == b and (not isinstance(a, float) or math.copysign(1, a) == math.copysign(1, b))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(values)
 def test_round_trip(value):
     assert same(decode(encode(value)), value)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.binary() | st.text().map(str.encode) | values.map(encode).flatmap(lambda b: st.just(b[: len(b) // 2])))
 def test_nothing_but_values_or_an_error(text):
-    try:
-        decode(text)
-    except Unreadable:
-        pass
+    with contextlib.suppress(Unreadable):
+        encode(decode(text))
 
 
 def test_what_is_no_number_stays_so():

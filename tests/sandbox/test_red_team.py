@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
+import random
 import socket
 import subprocess
 import sys
@@ -67,7 +69,7 @@ def graded(reward: CodeReward, programs: list[str], **columns: object) -> list[o
 def left_behind() -> set[str]:
     """Private folders and children of this process."""
     children = [path.read_text().split() for path in Path("/proc/self/task").glob("*/children")]
-    return {*os.listdir(tempfile.gettempdir()), *sum(children, [])}
+    return {*os.listdir(tempfile.gettempdir()), *(pid for some in children for pid in some)}
 
 
 def test_what_is_open_outside_is_closed_inside(reward, place, tmp_path_factory):
@@ -81,15 +83,33 @@ def test_what_is_open_outside_is_closed_inside(reward, place, tmp_path_factory):
     assert sorted(os.listdir(place["folder"])) == ["other", "secret"]
     assert (Path(place["folder"]) / "other").read_text() == "other"
     assert left_behind() <= before
-    powerless = set()
-    for name, program in zip(names, programs, strict=True):
-        (Path(place["folder"]) / "other").write_text("other")
-        own = tmp_path_factory.mktemp("free")
-        (own / "attack.py").write_text(program + "\nprint(attack())")
-        ran = subprocess.run([sys.executable, "-S", "attack.py"], cwd=own, capture_output=True, text=True, timeout=20)
-        if not ran.stdout.strip().endswith("done"):
-            powerless.add(name)
-    assert not powerless, powerless
+    assert free(programs, place, tmp_path_factory.mktemp("free")) == [True] * len(names), names
+
+
+RUNNER = """
+import json, os, sys
+for i, program in enumerate(json.load(open("programs"))):
+    out, into = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.mkdir(str(i))
+        os.chdir(str(i))
+        open(sys.argv[1] + "/other", "w").write("other")
+        space = {}
+        exec(program, space)
+        os.write(into, str(space["attack"]()).encode())
+        os._exit(0)
+    os.waitpid(pid, 0)
+    print(os.read(out, 99).decode().startswith("done"))
+"""
+
+
+def free(programs: list[str], place: dict[str, str], own: Path) -> list[bool]:
+    """Which attacks succeed without a sandbox."""
+    (own / "programs").write_text(json.dumps(programs))
+    command = [sys.executable, "-S", "-c", RUNNER, place["folder"]]
+    ran = subprocess.run(command, cwd=own, capture_output=True, text=True, timeout=60)
+    return [line == "True" for line in ran.stdout.split()]
 
 
 @pytest.mark.skipif(not X86, reason="system call numbers of x86_64")
@@ -140,9 +160,31 @@ def test_verdicts_cannot_be_forged(reward):
         {"tests": None, "test": "def check(candidate):\n    assert candidate() == 'done'\n", "entry_point": "attack"},
     ]
     for way in ways:
-        scores = graded(reward, [*FORGERIES.values(), RIGHT], **way)
-        assert dict(zip(FORGERIES, scores, strict=False)) == dict.fromkeys(FORGERIES, 0.0), way
+        names = list(FORGERIES) if way is ways[0] else random.SystemRandom().sample(list(FORGERIES), 6)
+        scores = graded(reward, [*(FORGERIES[name] for name in names), RIGHT], **way)
+        assert dict(zip(names, scores, strict=False)) == dict.fromkeys(names, 0.0), way
         assert scores[-1] == 1.0
+
+
+@pytest.mark.parametrize("name", ["memory by mmap", "a large file", "many files"])
+def test_bombs_go_off_outside(place, tmp_path_factory, name):
+    assert free([filled(BOMBS[name], place)], place, tmp_path_factory.mktemp("free")) == [True]
+
+
+def test_forgeries_fool_a_checker_in_the_same_process(tmp_path):
+    """What the two processes are for: here the tests stand under the program, and status 0 is a pass."""
+    fooled = set()
+    for name in (
+        "early exit",
+        "hard exit",
+        "exit when called",
+        "SystemExit when called",
+        "lying equality",
+        "lying object",
+    ):
+        (tmp_path / "program.py").write_text(FORGERIES[name] + "\nassert attack() == 'done'")
+        fooled |= {name} if subprocess.run([sys.executable, "-S", tmp_path / "program.py"]).returncode == 0 else set()
+    assert len(fooled) == 6, fooled
 
 
 def test_scripts_are_confined_too(reward, place):
@@ -168,7 +210,8 @@ def test_a_parent_that_dies_takes_its_programs_along(tmp_path):
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     helper = (
-        "def parent(pid):\n    try:\n        return int(open(f'/proc/{pid}/stat').read().rsplit(')', 1)[1].split()[1])\n"
+        "def parent(pid):\n    try:\n        stat = open(f'/proc/{pid}/stat').read()\n"
+        "        return int(stat.rsplit(')', 1)[1].split()[1])\n"
         "    except OSError:\n        return 0\n"
     )
     import sparse_rl

@@ -83,7 +83,9 @@ def _answer() -> None:
     try:
         exec(compile(source, PROGRAM, "exec"), module.__dict__)
     except Exception as error:
-        write_frame(replies, _raised(error))  # the answer to the first call, whatever it will be
+        with contextlib.suppress(EOFError):
+            read_frame(requests)
+            write_frame(replies, _raised(error))  # the answer to the first call, whatever it was
         return
     answers = _Answers(module)
     with contextlib.suppress(EOFError):

@@ -82,6 +82,11 @@ def _limit(wanted: Confinement) -> None:
         resource.setrlimit(kind, (value, value))
 
 
+def _call(libc: ctypes.CDLL, *arguments: int | bytes | None) -> int:
+    """A system call by its number. Integers go as 64 bits: a C int would leave half of a register to chance."""
+    return libc.syscall(*(ctypes.c_long(part) if isinstance(part, int) else part for part in arguments))
+
+
 def _checked(result: int, what: str) -> int:
     if result < 0:
         code = ctypes.get_errno()
@@ -94,7 +99,7 @@ def _drop_capabilities(libc: ctypes.CDLL, wanted: Confinement) -> None:
     number = _CAPSET_NR.get(os.uname().machine)
     if number is None:
         raise ValueError(f"capabilities cannot be dropped on {os.uname().machine!r}.")
-    _checked(libc.syscall(number, header, none), "capset")
+    _checked(_call(libc, number, header, none), "capset")
 
 
 def _no_new_privileges(libc: ctypes.CDLL, wanted: Confinement) -> None:
@@ -110,7 +115,7 @@ def _die_with_parent(libc: ctypes.CDLL, wanted: Confinement) -> None:
 
 def landlock_version(libc: ctypes.CDLL) -> int:
     """The kernel's Landlock ABI, 0 where there is none."""
-    return max(0, libc.syscall(_CREATE_RULESET, None, 0, 1))
+    return max(0, _call(libc, _CREATE_RULESET, None, 0, 1))
 
 
 def _landlock(libc: ctypes.CDLL, wanted: Confinement) -> None:
@@ -123,14 +128,14 @@ def _landlock(libc: ctypes.CDLL, wanted: Confinement) -> None:
     network = 0b11 if version >= 4 else 0  # bind and connect over TCP
     scoped = 0b11 if version >= 6 else 0  # abstract sockets and signals
     attributes = struct.pack("=QQQ", handled, network, scoped)[: 8 if version < 4 else 16 if version < 6 else 24]
-    ruleset = _checked(libc.syscall(_CREATE_RULESET, attributes, len(attributes), 0), "landlock")
+    ruleset = _checked(_call(libc, _CREATE_RULESET, attributes, len(attributes), 0), "landlock")
     try:
         for path in wanted.readable:
             _permit(libc, ruleset, path, _READ & handled)
         _permit(libc, ruleset, wanted.folder, _PRIVATE & handled)
         _permit(libc, ruleset, "/dev/null", (_READ_FILE | _WRITE_FILE) & handled)
         _permit(libc, ruleset, "/dev/urandom", _READ_FILE)
-        _checked(libc.syscall(_RESTRICT_SELF, ruleset, 0), "landlock_restrict_self")
+        _checked(_call(libc, _RESTRICT_SELF, ruleset, 0), "landlock_restrict_self")
     finally:
         os.close(ruleset)
 
@@ -144,7 +149,7 @@ def _permit(libc: ctypes.CDLL, ruleset: int, path: str, rights: int) -> None:
         if not stat.S_ISDIR(os.fstat(place).st_mode):
             rights &= _FILE_RIGHTS
         rule = struct.pack("=Qi", rights, place)
-        _checked(libc.syscall(_ADD_RULE, ruleset, 1, rule, 0), f"landlock rule for {path}")
+        _checked(_call(libc, _ADD_RULE, ruleset, 1, rule, 0), f"landlock rule for {path}")
     finally:
         os.close(place)
 
@@ -153,4 +158,4 @@ def _filter_calls(libc: ctypes.CDLL, wanted: Confinement) -> None:
     machine = os.uname().machine
     code = ctypes.create_string_buffer(packed(program := build_filter(machine, os.getpid())))
     header = struct.pack("@HP", len(program), ctypes.addressof(code))
-    _checked(libc.syscall(SECCOMP_NR[machine], 1, 0, header), "seccomp")
+    _checked(_call(libc, SECCOMP_NR[machine], 1, 0, header), "seccomp")

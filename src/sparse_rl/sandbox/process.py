@@ -172,7 +172,7 @@ def _bwrap(folder: str) -> list[str]:
     shown = [*readable(), *interpreter, os.path.join(_PACKAGE, "sparse_rl")]
     binds = [part for path in dict.fromkeys(shown) for part in ("--ro-bind-try", path, path)]
     apart = ["--unshare-all", "--die-with-parent", "--cap-drop", "ALL", "--dev", "/dev", "--tmpfs", "/tmp"]
-    return ["bwrap", *apart, *binds, "--bind", folder, folder, "--chdir", folder, "--"]
+    return [shutil.which("bwrap") or "bwrap", *apart, *binds, "--bind", folder, folder, "--chdir", folder, "--"]
 
 
 @contextlib.contextmanager
