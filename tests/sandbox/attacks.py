@@ -2,8 +2,7 @@
 """Programs that try to get out. Each function `attack` returns "done" if and only if what it tried succeeded.
 
 In braces are things of the test that runs them: {secret}, a file that holds the word; {folder}, where that file lies;
-{port}, a listener; {parent}, the pid of the process that grades. FREE are those whose success without a sandbox is
-safe to show.
+{port}, a listener; {parent}, the pid of the process that grades; {home}, the user's home.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ def _tried(body: str) -> str:
 # Each shows the same success outside the sandbox: the positive control.
 FREE: dict[str, str] = {
     "read a file of the run": _tried("return open('{secret}').read()"),
-    "read the home": _tried("os.listdir(os.path.expanduser('~root'))\nreturn 'done'"),
+    "read the home": _tried("os.listdir('{home}')\nreturn 'done'"),
     "read /etc/passwd": _tried("return 'done' if open('/etc/passwd').read() else ''"),
     "read its environment": _tried("return 'done' if open('/proc/self/environ').read() else ''"),
     "read its parent's environment": _tried("return 'done' if open('/proc/{parent}/environ').read() else ''"),
@@ -103,6 +102,9 @@ FREE: dict[str, str] = {
     ),
     "change its root": _raw("80, b'/'"),
 }
+
+# Those that some machines refuse to everyone: to users who are not root, or by settings of the kernel.
+NOT_EVERYWHERE = {"write a library", "io_uring_setup", "setns by a new user namespace"}
 
 # Raw calls that would do harm, or that fail without a sandbox too, with the error that says the call was refused.
 REFUSED = {

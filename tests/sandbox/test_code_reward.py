@@ -89,6 +89,10 @@ def test_chats_and_exceptions(reward):
     chat = [{"role": "assistant", "content": "Sure.\n```python\ndef f(x):\n    return 1 / x\n```"}]
     assert reward(["?"], [chat], tests=[tests]) == [1.0]
     assert reward(["?"], ["def f(x):\n    raise ValueError"], tests=[tests]) == [0.0]
+    lazy = "def f(n):\n    return (i for i in range(n))"
+    assert score(reward, [lazy], tests=["assert list(f(3)) == [0, 1, 2]"]) == [1.0]
+    assert score(reward, [lazy, "def f(n):\n    return range(n)"], tests=["assert f(3) == [0, 1, 2]"]) == [0.0, 0.0]
+    assert score(reward, ["def f(n):\n    return range(n)"], tests=["assert len(f(3)) == 3 and f(3)[1] == 1"]) == [1.0]
     assert "SyntaxError" in reward.judge("def f(", {"tests": tests}).detail
 
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from sandbox.attacks import BOMBS, FORGERIES, FREE, REFUSED
+from sandbox.attacks import BOMBS, FORGERIES, FREE, NOT_EVERYWHERE, REFUSED
 
 from sparse_rl.grading.code import CodeReward
 from sparse_rl.sandbox.isolation import isolation
@@ -50,6 +50,7 @@ def place(tmp_path: Path) -> Iterator[dict[str, str]]:
             "folder": str(tmp_path),
             "port": str(server.getsockname()[1]),
             "parent": str(os.getpid()),
+            "home": os.path.expanduser("~"),
         }
     assert (tmp_path / "secret").read_text() == "done"
 
@@ -83,7 +84,9 @@ def test_what_is_open_outside_is_closed_inside(reward, place, tmp_path_factory):
     assert sorted(os.listdir(place["folder"])) == ["other", "secret"]
     assert (Path(place["folder"]) / "other").read_text() == "other"
     assert left_behind() <= before
-    assert free(programs, place, tmp_path_factory.mktemp("free")) == [True] * len(names), names
+    succeeded = free(programs, place, tmp_path_factory.mktemp("free"))
+    powerless = {name for name, success in zip(names, succeeded, strict=True) if not success}
+    assert powerless <= NOT_EVERYWHERE, powerless
 
 
 RUNNER = """

@@ -52,7 +52,8 @@ class CodeReward:
     def __call__(
         self, prompts: Sequence[Any], completions: Sequence[Any], completion_ids: Any = None, **columns: Any
     ) -> list[float | Failed]:
-        rows = [{name: values[i] for name, values in columns.items()} for i in range(len(completions))]
+        lists = {name: values for name, values in columns.items() if isinstance(values, list)}  # TRL adds what is none
+        rows = [{name: values[i] for name, values in lists.items()} for i in range(len(completions))]
         texts = [given if isinstance(given, str) else given[-1]["content"] for given in completions]
         suites = [suite_of(row) for row in rows]  # a row without tests is an error before anything runs
         pool = ThreadPoolExecutor(self.workers, thread_name_prefix="code")

@@ -19,6 +19,7 @@ import hashlib
 import importlib
 import os
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 from sparse_rl.sandbox.compare import as_expected, right
@@ -44,7 +45,7 @@ class Gone(Exception):
 
 
 class Remote:
-    """A name or a thing of the program's. It can be called and passed back, never looked into; it equals nothing."""
+    """A name or a thing of the program's. What is asked of it is asked over there; it equals nothing."""
 
     def __init__(self, target: str | int) -> None:
         object.__setattr__(self, "_target", target)
@@ -64,6 +65,18 @@ class Remote:
 
     def __setattr__(self, name: str, value: Any) -> None:
         _ask("set", self, name, value)
+
+    def __getitem__(self, key: Any) -> Any:
+        return _ask("item", self, key)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(_ask("list", self))
+
+    def __len__(self) -> int:
+        return _ask("len", self)
+
+    def __bool__(self) -> bool:
+        return True
 
 
 def _number(value: Any) -> int:

@@ -18,6 +18,8 @@ import json
 import os
 import sys
 import types
+from collections.abc import Callable
+from itertools import islice
 from typing import Any
 
 from sparse_rl.sandbox.confine import Confinement, confine
@@ -93,6 +95,17 @@ def _answer() -> None:
             write_frame(replies, answers.reply(read_frame(requests)))
 
 
+# what can be asked of a thing of the program's
+_VERBS: dict[str, Callable[..., Any]] = {
+    "call": lambda thing, arguments, named: thing(*arguments, **named),
+    "get": getattr,
+    "set": setattr,
+    "item": lambda thing, key: thing[key],
+    "list": lambda thing: list(islice(thing, 1_000_000)),
+    "len": len,
+}
+
+
 class _Answers:
     """Calls by name or by number; what is returned and is not plain gets a number and stays here."""
 
@@ -110,11 +123,7 @@ class _Answers:
             verb, target, *rest = decode(request, self.kept.__getitem__)
             if isinstance(target, str):
                 target = getattr(self.module, target)
-            if verb == "call":
-                value = target(*rest[0], **rest[1])
-            else:
-                value = getattr(target, rest[0]) if verb == "get" else setattr(target, *rest)  # type: ignore[func-returns-value]
-            return encode(["value", value], self.keep)
+            return encode(["value", _VERBS[verb](target, *rest)], self.keep)
         except Exception as error:
             return _raised(error)
 

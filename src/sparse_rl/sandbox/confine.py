@@ -15,6 +15,7 @@ import resource
 import signal
 import stat
 import struct
+import sys
 from typing import NamedTuple
 
 from sparse_rl.sandbox.seccomp import SECCOMP_NR, build_filter, packed
@@ -47,11 +48,15 @@ class Confinement(NamedTuple):
 
 def confine(wanted: Confinement) -> None:
     """Take everything away but what is wanted. OSError or ValueError where a protection cannot be had."""
+    _limit(wanted)
+    if not sys.platform.startswith("linux"):
+        if wanted.strict:
+            raise OSError(f"{sys.platform} offers no more than limits.")
+        return
     libc = ctypes.CDLL(None, use_errno=True)
     libc.syscall.restype = ctypes.c_long
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as score:
         score.write("1000")  # when memory runs out, this process goes first
-    _limit(wanted)
     for namespace in (_CLONE_NEWUSER, _CLONE_NEWNET, _CLONE_NEWIPC):
         libc.unshare(namespace)  # where it is refused, the rest holds alone
     protections = [_drop_capabilities, _no_new_privileges]
@@ -67,16 +72,12 @@ def confine(wanted: Confinement) -> None:
 
 
 def _limit(wanted: Confinement) -> None:
-    for kind, value in (
-        (resource.RLIMIT_CORE, 0),
-        (resource.RLIMIT_CPU, wanted.cpu_s),
-        (resource.RLIMIT_FSIZE, wanted.file_bytes),
-        (resource.RLIMIT_NOFILE, 64),
-        (resource.RLIMIT_STACK, 64 << 20),
-        (resource.RLIMIT_MEMLOCK, 0),
-        (resource.RLIMIT_MSGQUEUE, 0),
-        (resource.RLIMIT_AS, wanted.memory_bytes),
-    ):
+    limits = {"CORE": 0, "CPU": wanted.cpu_s, "FSIZE": wanted.file_bytes, "NOFILE": 64, "STACK": 64 << 20}
+    limits |= {"MEMLOCK": 0, "MSGQUEUE": 0, "AS": wanted.memory_bytes}
+    for name, value in limits.items():
+        kind = getattr(resource, f"RLIMIT_{name}", None)
+        if kind is None:  # not on this system
+            continue
         ceiling = resource.getrlimit(kind)[1]
         value = value if ceiling == resource.RLIM_INFINITY else min(value, ceiling)
         resource.setrlimit(kind, (value, value))

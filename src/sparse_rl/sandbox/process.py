@@ -193,7 +193,7 @@ def _child(
         readable=readable(),
         cpu_s=math.ceil(max(limit_s, sandbox.limits.timeout_s)) + 1,
         memory_bytes=sandbox.limits.memory_mb << 20,
-        file_bytes=MAX_FOLDER // 4,
+        file_bytes=MAX_FOLDER // 8,
         parent=0 if sandbox.method == "bwrap" else os.getpid(),
         landlock=sandbox.method != "bwrap",
         strict=sandbox.method is not None,

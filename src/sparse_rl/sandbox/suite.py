@@ -148,7 +148,9 @@ def suite_of(row: Mapping[str, Any]) -> Suite:
         return _evalplus(row, problem, entry)
     if "public_tests" in row:
         tests = _loaded(row["public_tests"])
-        if tests and all(test.get("testtype") == "functional" for test in tests):
+        method = re.search(r"def +(\w+) *\( *self", str(row.get("starter_code") or ""))
+        entry = entry or (method[1] if method else "")
+        if tests and entry and all(test.get("testtype") == "functional" for test in tests):
             inputs = [[json.loads(line) for line in test["input"].split("\n") if line.strip()] for test in tests]
             return Calls(
                 function=f"Solution.{entry}",
@@ -170,8 +172,8 @@ def suite_of(row: Mapping[str, Any]) -> Suite:
         return Statements(tests=(row["test"], f"check({entry})"), prompt=prompt, entry_point=entry)
     if "tests" in row:
         return _own(_some(_loaded(row["tests"])), row, entry)
-    names = "tests, test_list, test with entry_point, public_tests, or base_input and plus_input"
-    raise ValueError(f"a row for the code reward has no tests: its columns are {sorted(row)}; it needs {names}.")
+    wanted = "tests, test_list, test with entry_point, public_tests, or base_input and plus_input"
+    raise ValueError(f"a row for the code reward has no tests: its columns are {sorted(row)}; it needs {wanted}.")
 
 
 def _evalplus(row: Mapping[str, Any], problem: str, entry: str) -> Calls:
