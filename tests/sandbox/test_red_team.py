@@ -16,7 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from sandbox.attacks import BOMBS, FORGERIES, FREE, NOT_EVERYWHERE, REFUSED
+from sandbox.attacks import BOMBS, FREE, NOT_EVERYWHERE, REFUSED
+from sandbox.forgeries import FORGERIES
 
 from sparse_rl.grading.code import CodeReward
 from sparse_rl.sandbox.isolation import isolation
