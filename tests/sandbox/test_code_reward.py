@@ -130,6 +130,19 @@ def stand_in(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None
 
 
 @confined
+def test_long_results_count_and_impossible_ones_are_passed_over(reward):
+    """2 million letters are compared by digest; 100 million do not go through, of the canonical solution's either."""
+    row = {
+        "base_input": [[3], [2_000_000], [100_000_000]],
+        "entry_point": "f",
+        "answer": "def f(n):\n    return 'a' * n",
+    }
+    last = "def f(n):\n    return 'a' * (n - 1) + ('a' if n < 4 else 'b')"
+    short = "def f(n):\n    return 'a' * n if n < 9**7 else ''"
+    assert score(reward, [row["answer"], last, short], **row) == [1.0, 0.0, 1.0]
+
+
+@confined
 def test_limits_are_the_users():
     slow = "import time\ndef f():\n    time.sleep(1.5)\n    return 1"
     big = "def f():\n    return len(bytearray(400 << 20)) and 1"

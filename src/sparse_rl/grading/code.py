@@ -34,7 +34,7 @@ class CodeReward:
                 "the code reward runs programs that nobody has read, and nothing on this machine keeps them apart "
                 f"({found.reason}). "
                 "Use Linux 5.13 or newer with Landlock, or install bubblewrap; "
-                "--grading.unsafe_code true runs them all the same, with your rights."
+                "grading.unsafe_code (--unsafe-code) runs them all the same, with your rights."
             )
         if found.method is None:
             warnings.warn(

@@ -23,7 +23,7 @@ from itertools import islice
 from typing import Any
 
 from sparse_rl.sandbox.confine import Confinement, confine
-from sparse_rl.sandbox.encoding import decode, encode, read_frame, write_frame
+from sparse_rl.sandbox.encoding import MAX_FRAME, decode, encode, read_frame, write_frame
 
 READY = b"\0ready\n"
 PROGRAM = "program.py"  # its name in the private folder
@@ -123,7 +123,10 @@ class _Answers:
             verb, target, *rest = decode(request, self.kept.__getitem__)
             if isinstance(target, str):
                 target = getattr(self.module, target)
-            return encode(["value", _VERBS[verb](target, *rest)], self.keep)
+            reply = encode(["value", _VERBS[verb](target, *rest)], self.keep)
+            if len(reply) > MAX_FRAME:
+                raise MemoryError(f"a result of {len(reply)} bytes is longer than {MAX_FRAME}.")
+            return reply
         except Exception as error:
             return _raised(error)
 
