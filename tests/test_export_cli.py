@@ -107,9 +107,9 @@ def test_an_adapter_that_peft_wrote_is_merged_too(adapter, tmp_path):
 
 def test_what_is_exported_can_be_trained_and_sampled(adapter, tmp_path):
     exported(adapter[0], tmp_path / "out")
-    code, out, _ = run("generate", "x", "--model", str(tmp_path / "out"), "--sampling.max_tokens", "3")
+    code, out, _ = run("generate", "a|", "--model", str(tmp_path / "out"), "--sampling.max_tokens", "3")
     assert code == 0 and len(json.loads(out)["token_ids"]) <= 3
-    code, out, _ = run("generate", "x", "--model", str(adapter[0]), "--sampling.max_tokens", "3")
+    code, out, _ = run("generate", "a|", "--model", str(adapter[0]), "--sampling.max_tokens", "3")
     assert code == 0 and len(json.loads(out)["token_ids"]) <= 3
 
 

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The code reward: 1 for a program that passes its row's tests, 0 for one that does not."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from sparse_rl.grading.outcome import Failed
+from sparse_rl.sandbox.extract import extract_program
+from sparse_rl.sandbox.isolation import isolation
+from sparse_rl.sandbox.process import Limits, Sandbox, Verdict
+from sparse_rl.sandbox.suite import suite_of
+
+
+@dataclass(frozen=True, slots=True)
+class CodeReward:
+    """Runs programs in a sandbox, several at a time. Build it with `CodeReward.build`, which asks for isolation."""
+
+    sandbox: Sandbox
+    workers: int
+    __name__ = "code"
+
+    @classmethod
+    def build(cls, limits: Limits | None = None, workers: int = 0, unsafe: bool = False) -> CodeReward:
+        """ValueError where the machine cannot keep programs apart, unless that is accepted as `unsafe`."""
+        found = isolation()
+        if found.method is None and not unsafe:
+            raise ValueError(
+                "the code reward runs programs that nobody has read, and nothing on this machine keeps them apart "
+                f"({found.reason}). "
+                "Use Linux 5.13 or newer with Landlock, or install bubblewrap; "
+                "grading.unsafe_code (--unsafe-code) runs them all the same, with your rights."
+            )
+        if found.method is None:
+            warnings.warn(
+                f"UNSAFE: programs written by the model run with your rights and reach your files ({found.reason}).",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        workers = workers or min(8, os.cpu_count() or 1)
+        return cls(Sandbox(found.method, limits or Limits()), workers)
+
+    def judge(self, completion: str, row: dict[str, Any]) -> Verdict:
+        """How one completion fares, and why."""
+        return suite_of(row).judge(extract_program(completion), self.sandbox)
+
+    def __call__(
+        self, prompts: Sequence[Any], completions: Sequence[Any], completion_ids: Any = None, **columns: Any
+    ) -> list[float | Failed]:
+        lists = {name: values for name, values in columns.items() if isinstance(values, list)}  # TRL adds what is none
+        rows = [{name: values[i] for name, values in lists.items()} for i in range(len(completions))]
+        texts = [given if isinstance(given, str) else given[-1]["content"] for given in completions]
+        suites = [suite_of(row) for row in rows]  # a row without tests is an error before anything runs
+        pool = ThreadPoolExecutor(self.workers, thread_name_prefix="code")
+        try:
+            programs = [extract_program(text) for text in texts]
+            jobs = [
+                pool.submit(suite.judge, program, self.sandbox) for suite, program in zip(suites, programs, strict=True)
+            ]
+            return [_reward(job.result()) for job in jobs]
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _reward(verdict: Verdict) -> float | Failed:
+    return Failed(verdict.detail) if verdict.word == "broken" else float(verdict.word == "passed")

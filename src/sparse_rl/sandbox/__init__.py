@@ -1,0 +1,14 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Programs that nobody trusts: run apart from everything, and held against tests that they cannot reach.
+
+confine, seccomp     what a child takes away from itself before it reads a line of a program
+encoding             plain values as text, in and out of a program's process
+child, checker       what runs in the two confined processes: the program answers calls, the checker makes them
+compare              when a returned value or a printed text is right
+process              how the parent starts, watches and ends them
+isolation            what this machine offers, tried out
+suite, evalplus      the tests of a dataset's row
+extract              the program in a completion
+
+Nothing is imported here: children import single files of this folder, and they start in milliseconds.
+"""

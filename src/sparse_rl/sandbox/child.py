@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What runs in a confined process. Its arguments are one JSON object; everything else lies in its private folder.
+
+run      the program is a script: it reads its input and prints
+answer   the program is a module: its functions are called over standard input and output
+check    the checker of `checker.py`
+probe    try what must be refused (of `isolation.py`)
+
+Each says READY on standard output (the checker on standard error) once it is confined and before it reads a program:
+a process that never said so failed for reasons that are not the program's.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import json
+import os
+import sys
+import types
+from collections.abc import Callable
+from itertools import islice
+from typing import Any
+
+from sparse_rl.sandbox.confine import Confinement, confine
+from sparse_rl.sandbox.encoding import MAX_FRAME, decode, encode, read_frame, write_frame
+
+READY = b"\0ready\n"
+PROGRAM = "program.py"  # its name in the private folder
+
+
+def main() -> None:
+    settings = json.loads(sys.argv.pop())
+    sys.path[:] = [place for place in sys.path if place != settings["package"]] + settings["packages"]
+    mode = settings["mode"]
+    if mode == "check":
+        from sparse_rl.sandbox.checker import check  # its imports come before the files are out of reach
+    if mode == "probe":
+        from sparse_rl.sandbox.probe import attempts
+    try:
+        confine(Confinement(**settings["confinement"]))
+    except (OSError, ValueError) as error:
+        os.write(1, f"{error}".encode())
+        os._exit(70)
+    # -S leaves these out, and programs end with them
+    builtins.exit = builtins.quit = sys.exit  # type: ignore[assignment]
+    sys.argv = [PROGRAM]
+    if mode == "run":
+        _run()
+    elif mode == "answer":
+        _answer()
+    elif mode == "check":
+        check()
+    else:
+        os.write(1, READY + json.dumps(attempts(settings["secret"])).encode())
+
+
+def _module(name: str) -> types.ModuleType:
+    module = types.ModuleType(name)
+    module.__file__ = PROGRAM
+    sys.modules[name] = module
+    return module
+
+
+def _source() -> str:
+    with open(PROGRAM, encoding="utf-8", errors="surrogatepass") as file:
+        return file.read()
+
+
+def _run() -> None:
+    source = _source()
+    os.write(1, READY)
+    exec(compile(source, PROGRAM, "exec"), _module("__main__").__dict__)
+
+
+def _answer() -> None:
+    """Answer calls until there are none left. Whatever is written here is a claim, judged in another process."""
+    requests, replies = os.dup(0), os.dup(1)
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for fd in (0, 1, 2):
+        os.dup2(nowhere, fd)
+    source = _source()
+    os.write(replies, READY)
+    module = _module("candidate")
+    try:
+        exec(compile(source, PROGRAM, "exec"), module.__dict__)
+    except Exception as error:
+        with contextlib.suppress(EOFError):
+            read_frame(requests)
+            write_frame(replies, _raised(error))  # the answer to the first call, whatever it was
+        return
+    answers = _Answers(module)
+    with contextlib.suppress(EOFError):
+        while True:
+            write_frame(replies, answers.reply(read_frame(requests)))
+
+
+# what can be asked of a thing of the program's
+_VERBS: dict[str, Callable[..., Any]] = {
+    "call": lambda thing, arguments, named: thing(*arguments, **named),
+    "get": getattr,
+    "set": setattr,
+    "item": lambda thing, key: thing[key],
+    "list": lambda thing: list(islice(thing, 1_000_000)),
+    "len": len,
+}
+
+
+class _Answers:
+    """Calls by name or by number; what is returned and is not plain gets a number and stays here."""
+
+    def __init__(self, module: types.ModuleType) -> None:
+        self.module = module
+        self.kept: list[Any] = []
+
+    def keep(self, value: Any) -> int:
+        self.kept.append(value)
+        return len(self.kept) - 1
+
+    def reply(self, request: bytes) -> bytes:
+        """["value", value] or ["raised", the exception's name, its text]."""
+        try:
+            verb, target, *rest = decode(request, self.kept.__getitem__)
+            if isinstance(target, str):
+                target = getattr(self.module, target)
+            reply = encode(["value", _VERBS[verb](target, *rest)], self.keep)
+            if len(reply) > MAX_FRAME:
+                raise MemoryError(f"a result of {len(reply)} bytes is longer than {MAX_FRAME}.")
+            return reply
+        except Exception as error:
+            return _raised(error)
+
+
+def _raised(error: Exception) -> bytes:
+    return encode(["raised", type(error).__name__, str(error)[:500]])

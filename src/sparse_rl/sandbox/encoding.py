@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plain values as text, and frames of it on a pipe. Nothing that is decoded can run code.
+
+None, bool, float, str, lists and small integers are what JSON makes of them (nan and inf included); the rest is an
+object of one key, its tag:
+
+    (1, {2}) -> {"t": [1, {"s": [2]}]}        {1: b"x"} -> {"d": [[1, {"b": "78"}]]}        2**99 -> {"i": "0x8..."}
+
+A subclass becomes its base, a numpy scalar or array what `tolist` makes of it. Anything else is opaque: its owner keeps
+it and gives it a number, {"o": 7}, by which it can be named again but never looked into.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Callable
+from typing import Any
+
+MAX_DEPTH = 100
+MAX_FRAME = 64 << 20  # bytes; HumanEval+ has a result of 34 million
+_SMALL = 1 << 53
+_TAGS: tuple[tuple[Any, str], ...] = ((tuple, "t"), (set, "s"), (frozenset, "f"))
+
+
+class Unreadable(ValueError):
+    """Bytes that no encoder of ours wrote, or a value that does not go into them."""
+
+
+def _no_opaque(value: Any) -> int:
+    raise Unreadable(f"a {type(value).__name__} is not plain data.")
+
+
+def encode(value: Any, keep: Callable[[Any], int] = _no_opaque) -> bytes:
+    """The text of a value; `keep` numbers what is not plain."""
+    return json.dumps(_tagged(value, keep, 0), separators=(",", ":")).encode()
+
+
+def encode_fields(**fields: bytes) -> bytes:
+    """A dict of values that are encoded already, and are put together unread."""
+    return b'{"d":[' + b",".join(b"[%s,%s]" % (encode(name), text) for name, text in fields.items()) + b"]}"
+
+
+def _tagged(value: Any, keep: Callable[[Any], int], depth: int) -> Any:
+    kind = type(value)
+    if value is None or kind is bool or kind is str or kind is float:
+        return value
+    if depth > MAX_DEPTH:
+        raise Unreadable(f"a value is nested more than {MAX_DEPTH} deep.")
+    if isinstance(value, int):
+        number = int.__int__(value)
+        return number if -_SMALL < number < _SMALL else {"i": hex(number)}
+    if isinstance(value, list):
+        return [_tagged(item, keep, depth + 1) for item in list.__iter__(value)]
+    for base, tag in _TAGS:
+        if isinstance(value, base):
+            return {tag: [_tagged(item, keep, depth + 1) for item in base.__iter__(value)]}
+    if isinstance(value, dict):
+        return {"d": [[_tagged(part, keep, depth + 1) for part in pair] for pair in dict.items(value)]}
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, float):
+        return float.__float__(value)
+    if isinstance(value, bytes | bytearray):
+        return {"b": value.hex()}
+    if isinstance(value, complex):
+        return {"c": [complex(value).real, complex(value).imag]}
+    if kind.__module__ == "numpy" and hasattr(value, "tolist"):
+        return _tagged(value.tolist(), keep, depth + 1)
+    return {"o": keep(value)}
+
+
+def decode(text: bytes, opaque: Callable[[int], Any] = _no_opaque) -> Any:
+    """The value of a text; `opaque` makes what stands for a number that was kept. Unreadable for anything else."""
+    try:
+        return _plain(json.loads(text), opaque, 0)
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise Unreadable(f"this is not an encoded value: {str(error)[:80]}") from None
+
+
+def _plain(given: Any, opaque: Callable[[int], Any], depth: int) -> Any:
+    if depth > 2 * MAX_DEPTH + 2:
+        raise Unreadable("too deep.")
+    if isinstance(given, list):
+        return [_plain(item, opaque, depth + 1) for item in given]
+    if not isinstance(given, dict):
+        return given
+    ((tag, body),) = given.items()
+    if tag == "i":
+        return int(body, 16)
+    if tag == "b":
+        return bytes.fromhex(body)
+    if tag == "c":
+        return complex(*body)
+    if tag == "o":
+        return opaque(int(body))
+    items = [_plain(item, opaque, depth + 1) for item in body]
+    if tag == "d":
+        return dict(items)
+    return {"t": tuple, "s": set, "f": frozenset}[tag](items)
+
+
+def write_frame(fd: int, body: bytes) -> None:
+    """Length and body, in full."""
+    if len(body) > MAX_FRAME:
+        raise Unreadable(f"a message of {len(body)} bytes is longer than {MAX_FRAME}.")
+    left = memoryview(struct.pack("=I", len(body)) + body)
+    while left:
+        left = left[os.write(fd, left) :]
+
+
+def read_frame(fd: int) -> bytes:
+    """The next body; EOFError where the other side has gone."""
+    (size,) = struct.unpack("=I", _read(fd, 4))
+    if size > MAX_FRAME:
+        raise Unreadable(f"a message of {size} bytes is longer than {MAX_FRAME}.")
+    return _read(fd, size)
+
+
+def _read(fd: int, size: int) -> bytes:
+    body = bytearray()
+    while len(body) < size:
+        chunk = os.read(fd, min(size - len(body), 1 << 20))
+        if not chunk:
+            raise EOFError("the other side has gone.")
+        body += chunk
+    return bytes(body)

@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Wrong programs that try to be judged right: `attack` never returns the answer, "done"."""
+
+from __future__ import annotations
+
+FORGERIES: dict[str, str] = {
+    "early exit": r"""
+import sys
+sys.exit(0)
+""",
+    "hard exit": r"""
+import os
+os._exit(0)
+""",
+    "exit when called": r"""
+import os
+def attack():
+    os._exit(0)
+""",
+    "SystemExit when called": r"""
+def attack():
+    raise SystemExit(0)
+""",
+    "closes everything": r"""
+import os
+os.closerange(0, 64)
+def attack():
+    return 'wrong'
+""",
+    "lying equality": r"""
+class Liar(str):
+    def __eq__(self, other):
+        return True
+    def __ne__(self, other):
+        return False
+    __hash__ = str.__hash__
+def attack():
+    return Liar('wrong')
+""",
+    "lying object": r"""
+class Liar:
+    def __eq__(self, other):
+        return True
+    def __bool__(self):
+        return True
+def attack():
+    return Liar()
+""",
+    "lying list": r"""
+class Liar(list):
+    def __eq__(self, other):
+        return True
+def attack():
+    return Liar(['wrong'])
+""",
+    "lying type": r"""
+class Meta(type):
+    def __eq__(self, other):
+        return True
+    __hash__ = type.__hash__
+class Liar(metaclass=Meta):
+    __eq__ = lambda self, other: True
+def attack():
+    return Liar
+""",
+    "patches builtins": r"""
+import builtins
+builtins.AssertionError = type('E', (BaseException,), {})
+builtins.isinstance = lambda *a: True
+builtins.all = lambda *a: True
+builtins.bool = lambda *a: True
+def attack():
+    return 'wrong'
+""",
+    "patches operator": r"""
+import operator
+operator.eq = lambda *a: True
+def attack():
+    return 'wrong'
+""",
+    "patches the comparison": r"""
+import sys
+for name, module in list(sys.modules.items()):
+    for key in ('right', 'same_text', 'encode', 'decode', 'check'):
+        if hasattr(module, key):
+            setattr(module, key, lambda *a, **k: b'passed')
+def attack():
+    return 'wrong'
+""",
+    "loads the checker": r"""
+import sys
+sys.path.append('/')
+import importlib
+try:
+    import sparse_rl.sandbox.checker as checker
+    checker._say('passed', '')
+except Exception:
+    pass
+def attack():
+    return 'wrong'
+""",
+    "looks for it with gc": r"""
+import gc
+for thing in gc.get_objects():
+    if type(thing) is dict and 'expected' in thing:
+        thing['expected'] = ['wrong']
+def attack():
+    return 'wrong'
+""",
+    "looks for it in frames": r"""
+import sys
+def attack():
+    frame = sys._getframe()
+    while frame:
+        for value in list(frame.f_locals.values()) + list(frame.f_globals.values()):
+            if isinstance(value, (str, bytes)) and 'done' in str(value) and len(value) < 20:
+                return 'do' + 'ne'
+        frame = frame.f_back
+    return 'wrong'
+""",
+    "forges the verdict everywhere": r"""
+import os, struct
+body = b'passed\n'
+for fd in range(64):
+    for text in (b'\0ready\n' + struct.pack('=I', len(body)) + body, struct.pack('=I', len(body)) + body, body):
+        try:
+            os.write(fd, text)
+        except OSError:
+            pass
+def attack():
+    return 'wrong'
+""",
+    "an answer that is no answer": r"""
+import os, struct
+for body in (b'{}', b'["passed"]', b'{"t":5}', b'{"s":[[1]]}', b'\xff', b'{"o":0}'):
+    for fd in range(3, 64):
+        try:
+            os.write(fd, struct.pack('=I', len(body)) + body)
+        except OSError:
+            pass
+def attack():
+    return 'wrong'
+""",
+    "raises what ends a test": r"""
+def attack():
+    raise type('SystemExit', (Exception,), {})('0')
+""",
+    "raises AssertionError": r"""
+def attack():
+    raise AssertionError('passed')
+""",
+    "prints the verdict": r"""
+print('passed')
+print('done')
+def attack():
+    print('done')
+""",
+    "slow collisions": r"""
+def attack():
+    return {i * ((1 << 61) - 1) for i in range(3000)}
+""",
+}

@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attacks on the sandbox: each gets 1 if and only if it succeeds. All get 0, and the pool lives."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import random
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from sandbox.attacks import BOMBS, FREE, NOT_EVERYWHERE, REFUSED
+from sandbox.forgeries import FORGERIES
+
+from sparse_rl.grading.code import CodeReward
+from sparse_rl.sandbox.isolation import isolation
+from sparse_rl.sandbox.process import Limits, Sandbox
+
+pytestmark = pytest.mark.skipif(
+    isolation().method is None, reason=f"no isolation on this machine: {isolation().reason}"
+)
+X86 = platform.machine() == "x86_64"  # the raw calls are written with its numbers
+RIGHT = "def attack():\n    return 'do' + 'ne'"
+
+
+@pytest.fixture(scope="module")
+def reward() -> CodeReward:
+    return CodeReward.build(Limits(timeout_s=4.0, memory_mb=512), workers=2)
+
+
+@pytest.fixture(autouse=True)
+def own_temporary_folder(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path_factory.mktemp("programs")))
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[dict[str, str]]:
+    """A folder of the run with a secret, and a listener."""
+    (tmp_path / "secret").write_text("done")
+    (tmp_path / "other").write_text("other")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield {
+            "secret": str(tmp_path / "secret"),
+            "folder": str(tmp_path),
+            "port": str(server.getsockname()[1]),
+            "parent": str(os.getpid()),
+            "home": os.path.expanduser("~"),
+        }
+    assert (tmp_path / "secret").read_text() == "done"
+
+
+def filled(program: str, place: dict[str, str]) -> str:
+    for name, value in place.items():
+        program = program.replace(f"{{{name}}}", value)
+    return program.replace("{{", "{").replace("}}", "}")
+
+
+def graded(reward: CodeReward, programs: list[str], **columns: object) -> list[object]:
+    rows = {"tests": ["assert attack() == 'done'"]} | columns
+    fenced = [f"```python\n{program}\n```" for program in programs]
+    return reward([""] * len(fenced), fenced, **{name: [value] * len(fenced) for name, value in rows.items()})
+
+
+def left_behind() -> set[str]:
+    """Private folders and children of this process."""
+    children = [path.read_text().split() for path in Path("/proc/self/task").glob("*/children")]
+    return {*os.listdir(tempfile.gettempdir()), *(pid for some in children for pid in some)}
+
+
+def test_what_is_open_outside_is_closed_inside(reward, place, tmp_path_factory):
+    """Every attack gets 0, and outside the sandbox the same program succeeds, so that the 0 is the sandbox's doing."""
+    names = [name for name in FREE if X86 or "libc" not in FREE[name]]
+    programs = [filled(FREE[name], place) for name in names]
+    before = left_behind()
+    scores = graded(reward, [*programs, RIGHT])
+    assert dict(zip(names, scores, strict=False)) == dict.fromkeys(names, 0.0)
+    assert scores[-1] == 1.0
+    assert sorted(os.listdir(place["folder"])) == ["other", "secret"]
+    assert (Path(place["folder"]) / "other").read_text() == "other"
+    assert left_behind() <= before
+    succeeded = free(programs, place, tmp_path_factory.mktemp("free"))
+    powerless = {name for name, success in zip(names, succeeded, strict=True) if not success}
+    assert powerless <= NOT_EVERYWHERE, powerless
+
+
+RUNNER = """
+import json, os, sys
+for i, program in enumerate(json.load(open("programs"))):
+    out, into = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.mkdir(str(i))
+        os.chdir(str(i))
+        open(sys.argv[1] + "/other", "w").write("other")
+        space = {}
+        exec(program, space)
+        os.write(into, str(space["attack"]()).encode())
+        os._exit(0)
+    os.waitpid(pid, 0)
+    print(os.read(out, 99).decode().startswith("done"))
+"""
+
+
+def free(programs: list[str], place: dict[str, str], own: Path) -> list[bool]:
+    """Which attacks succeed without a sandbox."""
+    (own / "programs").write_text(json.dumps(programs))
+    command = [sys.executable, "-S", "-c", RUNNER, place["folder"]]
+    ran = subprocess.run(command, cwd=own, capture_output=True, text=True, timeout=60)
+    return [line == "True" for line in ran.stdout.split()]
+
+
+@pytest.mark.skipif(not X86, reason="system call numbers of x86_64")
+def test_system_calls_are_refused(reward, place):
+    """Not only do they fail: they fail because the filter refuses them."""
+    listed = ", ".join(f"({name!r}, lambda: libc.syscall({call}))" for name, call in REFUSED.items())
+    program = filled(
+        "import ctypes\nlibc = ctypes.CDLL(None, use_errno=True)\nlibc.syscall.restype = ctypes.c_long\n"
+        f"calls = [{listed}]\n"
+        "def attack():\n    found = {}\n    for name, call in calls:\n        result = call()\n"
+        "        found[name] = 0 if result >= 0 else ctypes.get_errno()\n    return found",
+        place,
+    )
+    tests = [f"found = attack()\nassert len(found) == {len(REFUSED)} and set(found.values()) == {{1}}, found"]
+    verdict = reward.judge(program, {"tests": tests})
+    assert verdict.word == "passed", verdict
+
+
+@pytest.mark.skipif(not X86, reason="machine code of x86_64")
+@pytest.mark.parametrize("code", ["b814000000cd80c3", "b8270000400f05c3"], ids=["int 0x80", "x32"])
+def test_another_architecture_ends_the_process(reward, code):
+    """getpid through the 32-bit gate and through x32."""
+    program = (
+        "import ctypes, mmap\nroom = mmap.mmap(-1, 4096, prot=7)\n"
+        f"room.write(bytes.fromhex('{code}'))\n"
+        "run = ctypes.CFUNCTYPE(ctypes.c_long)(ctypes.addressof(ctypes.c_char.from_buffer(room)))\n"
+        "def attack():\n    run()\n    return 'done'"
+    )
+    assert graded(reward, [program, program.replace("    run()\n", "")]) == [0.0, 1.0]
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_bombs_end(reward, place, name):
+    quick = CodeReward(Sandbox(reward.sandbox.method, Limits(timeout_s=0.8, memory_mb=512)), 2)
+    before = left_behind()
+    start = time.monotonic()
+    assert graded(quick, [filled(BOMBS[name], place)]) == [0.0]
+    assert time.monotonic() - start < 6
+    assert left_behind() <= before
+    assert graded(reward, [RIGHT]) == [1.0]
+
+
+def test_verdicts_cannot_be_forged(reward):
+    """In each of the ways in which programs are tested; the right program passes in each."""
+    ways = [
+        {"tests": ["assert attack() == 'done'"]},
+        {"tests": [{"input": [], "output": "done"}], "entry_point": "attack"},
+        {"tests": None, "test": "def check(candidate):\n    assert candidate() == 'done'\n", "entry_point": "attack"},
+    ]
+    for way in ways:
+        names = list(FORGERIES) if way is ways[0] else random.SystemRandom().sample(list(FORGERIES), 6)
+        scores = graded(reward, [*(FORGERIES[name] for name in names), RIGHT], **way)
+        assert dict(zip(names, scores, strict=False)) == dict.fromkeys(names, 0.0), way
+        assert scores[-1] == 1.0
+
+
+@pytest.mark.parametrize("name", ["memory by mmap", "a large file", "many files"])
+def test_bombs_go_off_outside(place, tmp_path_factory, name):
+    assert free([filled(BOMBS[name], place)], place, tmp_path_factory.mktemp("free")) == [True]
+
+
+def test_forgeries_fool_a_checker_in_the_same_process(tmp_path):
+    """What the two processes are for: here the tests stand under the program, and status 0 is a pass."""
+    fooled = set()
+    for name in (
+        "early exit",
+        "hard exit",
+        "exit when called",
+        "SystemExit when called",
+        "lying equality",
+        "lying object",
+    ):
+        (tmp_path / "program.py").write_text(FORGERIES[name] + "\nassert attack() == 'done'")
+        fooled |= {name} if subprocess.run([sys.executable, "-S", tmp_path / "program.py"]).returncode == 0 else set()
+    assert len(fooled) == 6, fooled
+
+
+def test_scripts_are_confined_too(reward, place):
+    row = {"tests": [{"input": "x\n", "output": "done"}]}
+    programs = [
+        filled(program, place) + "\nprint(attack())" for program in FREE.values() if X86 or "libc" not in program
+    ]
+    bombs = [filled(BOMBS[name], place) + "\nprint(attack())" for name in ("endless output", "many files", "sleep")]
+    quick = CodeReward(Sandbox(reward.sandbox.method, Limits(timeout_s=0.8, memory_mb=512)), 2)
+    assert set(graded(quick, [*programs[::3], *bombs], **row)) == {0.0}
+    assert graded(reward, ["import os\nprint('done', flush=True)\nos._exit(1)", "print('done')"], **row) == [0.0, 1.0]
+
+
+def test_a_parent_that_dies_takes_its_programs_along(tmp_path):
+    code = (
+        "import os, signal, threading, time, subprocess\n"
+        "from sparse_rl.sandbox.isolation import isolation\n"
+        "from sparse_rl.sandbox.process import Limits, Sandbox\n"
+        "box = Sandbox(isolation().method, Limits(timeout_s=60))\n"
+        "threading.Thread(target=box.run, args=('import time\\ntime.sleep(50)', ''), daemon=True).start()\n"
+        "time.sleep(0.7)\n"
+        "print(*[name for name in os.listdir('/proc') if name.isdigit() and parent(name) == os.getpid()], flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    helper = (
+        "def parent(pid):\n    try:\n        stat = open(f'/proc/{pid}/stat').read()\n"
+        "        return int(stat.rsplit(')', 1)[1].split()[1])\n"
+        "    except OSError:\n        return 0\n"
+    )
+    import sparse_rl
+
+    source = str(Path(sparse_rl.__file__).parents[1])
+    environment = os.environ | {"PYTHONPATH": source, "TMPDIR": str(tmp_path)}
+    ran = subprocess.run([sys.executable, "-c", helper + code], env=environment, capture_output=True, text=True)
+    pids = ran.stdout.split()
+    assert len(pids) == 1, ran
+    deadline = time.monotonic() + 5
+    while os.path.exists(f"/proc/{pids[0]}") and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not os.path.exists(f"/proc/{pids[0]}")
