@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from sparse_rl.tasks.base import text_of
 from sparse_rl.grading.answer import last_boxed
+from sparse_rl.tasks.base import text_of
 
 LONGEST = 200  # characters of an expression; the text is the model's
 ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)

@@ -14,8 +14,8 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from sparse_rl.tasks.base import text_of
 from sparse_rl.grading.answer import last_boxed
+from sparse_rl.tasks.base import text_of
 
 TAGS = {
     "think": re.compile(r"\s*<think>(.*?)</think>\s*\S.*", re.DOTALL),
