@@ -80,6 +80,7 @@ METRICS: dict[str, str] = {
     "rollout/preemptions": "sequences put back for lack of pages",
     "eval/{CACHE}/reward": "on held-out prompts, mean over prompts",
     "eval/{CACHE}/reward_se": "its standard error over prompts",
+    "eval/{CACHE}/failed": "completions that a grader could not grade; they are left out",
     "eval/{CACHE}/mean_length": "tokens",
     "eval/{CACHE}/clipped_ratio": "share that ran into the length limit",
     "eval/{CACHE}/kv_saved_frac": "as kv/saved_frac",

@@ -14,6 +14,7 @@ import torch
 from small_run import CHAIN, TASK, TEMPERATURE, digits, small_trainer
 
 from sparse_rl.evaluate import EvalConfig, evaluate
+from sparse_rl.grading import Failed
 from sparse_rl.kv import RKV, Full
 from sparse_rl.metrics import read_log
 from sparse_rl.model.load import load
@@ -335,6 +336,16 @@ def test_evaluation_equals_the_mean_over_prompts_by_hand():
     assert got["reward_se"] == pytest.approx(statistics.stdev(means) / math.sqrt(5))
     held, full = (sum(x) for x in zip(*[(sum(r.kv.held), r.kv.full) for r in rollouts], strict=True))
     assert got["kv_saved_frac"] == pytest.approx(1 - held / full)
+    assert got["failed"] == 0
+
+
+def test_evaluation_leaves_out_and_counts_what_graders_failed_at():
+    def fails_at_zero(completions, **columns):
+        return [Failed("hung") if i % 5 == 0 else float(i) for i in range(len(completions))]
+
+    engine = Engine(load("embedded"), config=EngineConfig(rows=8))
+    got = evaluate(engine, CHAIN.held_out(3), Sampling(n=2, max_tokens=4), Rewards((fails_at_zero,)))
+    assert got["failed"] == 2 and got["reward"] == pytest.approx((1 + 2.5 + 4) / 3)  # of (-, 1), (2, 3), (4, -)
 
 
 def test_rollout_metrics_by_hand():

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from sparse_rl.rollout import Engine, Progress, Sampling
-from sparse_rl.tasks import Rewards
+from sparse_rl.tasks import Graded, Rewards
 from sparse_rl.types import Prompt, Rollout, kv_saved_frac
 
 
@@ -63,20 +63,21 @@ def evaluate(
     rewards: Rewards,
     on_step: Callable[[Progress], None] | None = None,
 ) -> dict[str, float]:
-    """reward, its standard error over prompts, length, truncation and KV saved."""
+    """reward, its standard error over prompts, graders that failed, length, truncation and KV saved."""
     rollouts = engine.generate(prompts, sampling, on_step=on_step)
-    return summary(rollouts, rewards.grade(rollouts, engine.loaded.tokenizer).rewards, sampling.n)
+    return summary(rollouts, rewards.grade(rollouts, engine.loaded.tokenizer), sampling.n)
 
 
-def summary(rollouts: list[Rollout], rewards_R: torch.Tensor, n: int) -> dict[str, float]:
+def summary(rollouts: list[Rollout], graded: Graded, n: int) -> dict[str, float]:
     """What `evaluate` returns, of rollouts that are graded, `n` a prompt."""
-    means = rewards_R.view(-1, n).nanmean(dim=1)
+    means = graded.rewards.view(-1, n).nanmean(dim=1)
     means = means[~means.isnan()]
     spread = float(means.std()) if len(means) > 1 else math.nan
     lengths = torch.tensor([len(rollout.token_ids) for rollout in rollouts], dtype=torch.float64)
     return {
         "reward": float(means.mean()) if len(means) else math.nan,
         "reward_se": spread / math.sqrt(len(means)) if len(means) else math.nan,
+        "failed": float(graded.num_failed),
         "mean_length": float(lengths.mean()),
         "clipped_ratio": sum(rollout.finish_reason == "length" for rollout in rollouts) / len(rollouts),
         "kv_saved_frac": kv_saved_frac(rollouts),

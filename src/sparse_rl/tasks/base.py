@@ -74,6 +74,11 @@ class Graded:
     by_function: dict[str, torch.Tensor]  # (R,) fp64 each, nan where it declined or failed
     failures: dict[str, dict[int, str]] = field(default_factory=dict)  # of each function, why by completion
 
+    @property
+    def num_failed(self) -> int:
+        """Completions at which some function failed."""
+        return len({i for why in self.failures.values() for i in why})
+
     def metrics(self) -> dict[str, float]:
         values = {"reward": _mean(self.rewards), "reward_std": _std(self.rewards)}
         for name, rewards in self.by_function.items():

@@ -209,7 +209,7 @@ class Trainer:
                     cache, GuardedEngine(self.loaded, policy, self.engine_config, self.guards, stage)
                 )
                 rollouts = self._generate(engine, prompts, sampling, stage)
-                result = summary(rollouts, self._grade(rollouts, sampling.n).rewards, sampling.n)
+                result = summary(rollouts, self._grade(rollouts, sampling.n), sampling.n)
                 engine.release()
                 metrics |= {f"eval/{cache}/{name}": value for name, value in result.items()}
         return metrics
