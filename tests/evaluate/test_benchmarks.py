@@ -7,6 +7,7 @@ import json
 import os
 import random
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from small_eval import results_of, samples_of, small, timeless, toy
 
 from sparse_rl.evaluate import EvalObserver, evaluate_benchmarks
 from sparse_rl.evaluate import benchmarks as module
+from sparse_rl.evaluate.grader import Grader
 from sparse_rl.model.tiny import tiny_model, tiny_tokenizer
 from sparse_rl.rollout import Engine, EngineConfig
 from sparse_rl.runfolder import lock
@@ -185,18 +187,47 @@ def test_an_interrupt_ends_it_soon_and_keeps_whole_blocks(data, tmp_path, monkey
     assert kept[first] and whole[first].startswith(kept[first]) and kept != whole
     resumed = evaluate_benchmarks(small(data), tmp_path / "out", resume=True)
     assert timeless(resumed) == results_of(tmp_path / "whole")
-    # A grader that hangs holds nobody up for long.
-    monkeypatch.setattr(small_eval, "grade", lambda completions, **_: time.sleep(60))
+
+
+@pytest.mark.parametrize("when", ["generating", "waiting for the grader"])
+def test_a_grader_that_hangs_holds_nobody_up_and_writes_nothing_later(data, tmp_path, monkeypatch, when):
+    """Its blocks are whole but for the grades. Another goes on with the folder; then the first grader wakes up."""
+    evaluate_benchmarks(small(data), tmp_path / "whole")
+    real, run, hung = small_eval.grade, Grader._run, []
+    wake, ended = threading.Event(), threading.Event()
+
+    def hangs(completions, **columns):
+        hung[:] = hung or [threading.current_thread()]
+        if threading.current_thread() is hung[0]:
+            wake.wait(60)
+        return real(completions, **columns)
+
+    def runs(grader):
+        run(grader)
+        if threading.current_thread() is hung[0]:
+            ended.set()
+
+    monkeypatch.setattr(small_eval, "grade", hangs)
+    monkeypatch.setattr(Grader, "_run", runs)
     monkeypatch.setattr("sparse_rl.evaluate.grader.GRACE_S", 0.2)
 
     class Early(EvalObserver):
-        def on_status(self, status):
-            raise KeyboardInterrupt
+        def on_cell(self, status):
+            if when == "generating":
+                raise KeyboardInterrupt
+            if status.number == status.num_cells:
+                threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
 
     began = time.perf_counter()
     with pytest.raises(KeyboardInterrupt):
         evaluate_benchmarks(small(data), tmp_path / "hung", observer=Early())
-    assert time.perf_counter() - began < 5
+    assert time.perf_counter() - began < 10 and not ended.is_set()
+    resumed = evaluate_benchmarks(small(data), tmp_path / "hung", resume=True)
+    wake.set()
+    assert ended.wait(30)
+    again = evaluate_benchmarks(small(data), tmp_path / "hung", resume=True)
+    assert timeless(resumed) == timeless(again) == results_of(tmp_path / "whole")
+    assert samples_of(tmp_path / "hung") == samples_of(tmp_path / "whole")
 
 
 def test_a_grader_that_raises_is_named_and_can_be_mended(data, tmp_path, monkeypatch):

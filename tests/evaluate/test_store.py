@@ -77,6 +77,22 @@ def test_a_block_that_is_lost_can_be_appended_again(tmp_path):
     assert json.loads((tmp_path / "samples.jsonl").read_text()) == {"tokens": 3}
 
 
+def test_a_block_counts_only_where_it_follows_the_one_before(tmp_path):
+    """Two writers leave blocks that are sound each by itself: what follows the first writer's is cut off."""
+    _, states = filled(tmp_path / "whole")
+    for place, done in ((0, 0), (1, 2), (2, 5)):  # the block that is missing
+        shutil.copytree(tmp_path / "whole", tmp_path / "gap", dirs_exist_ok=True)
+        for which, name in enumerate(("samples.jsonl", "blocks.jsonl")):
+            content = states[-1][which]
+            (tmp_path / "gap" / name).write_bytes(states[place][which] + content[len(states[place + 1][which]) :])
+        gap = Store(tmp_path / "gap")
+        assert gap.done == done and (gap.samples.read_bytes(), gap.index.read_bytes()) == states[place]
+    for which, name in enumerate(("samples.jsonl", "blocks.jsonl")):
+        (tmp_path / "whole" / name).write_bytes(states[-1][which] * 2)
+    twice = Store(tmp_path / "whole")
+    assert twice.done == 6 and (twice.samples.read_bytes(), twice.index.read_bytes()) == states[-1]
+
+
 def test_every_cell_has_a_folder_of_its_own():
     names = ["a/b", "a-b", "A-b", "a b", "..", ".", "/", "x" * 300, "é:1", "é=1"]
     cells = [Cell(name, "lookup:pairs=2", "full") for name in names] + [

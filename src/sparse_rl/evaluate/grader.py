@@ -110,6 +110,8 @@ class Grader:
         self.queue: SimpleQueue[tuple[Block, Rollout | None] | None] = SimpleQueue()
         self.error: BaseException | None = None
         self.ending = False  # only what is wholly generated still counts
+        self.writing = threading.Lock()
+        self.abandoned = False  # the folder may be another's: nothing is written any more
         self.thread = threading.Thread(target=self._run, name="grader", daemon=True)
 
     def __enter__(self) -> Grader:
@@ -119,12 +121,16 @@ class Grader:
     def __exit__(self, kind: Any, *_: object) -> None:
         self.ending = kind is not None
         self.queue.put(None)
-        if self.ending:
-            self.thread.join(GRACE_S)
-            return
-        while self.thread.is_alive():
-            self.thread.join(0.2)  # short, so that Ctrl-C is heard
-        self.check()
+        try:
+            if self.ending:
+                self.thread.join(GRACE_S)
+            while self.thread.is_alive() and not self.ending:
+                self.thread.join(0.2)  # short, so that Ctrl-C is heard
+        finally:
+            with self.writing:  # a block that is on its way is written first
+                self.abandoned = True
+        if not self.ending:
+            self.check()
 
     def put(self, block: Block, rollout: Rollout) -> None:
         self.queue.put((block, rollout))
@@ -167,5 +173,8 @@ class Grader:
         for block, rollouts in batch.items():
             block.grade(rollouts)
         for block in closed:  # in a queue, the end of a block comes after all of it
-            block.write()
+            with self.writing:
+                if self.abandoned:
+                    return False
+                block.write()
         return None not in items

@@ -87,6 +87,8 @@ class Store:
                 break
             if _line(block) != line + b"\n" or block.digest(part) != block.sha256:
                 break
+            if block.start != (good[-1].stop if good else 0):
+                break
             good.append(block)
             offset += block.num_bytes
         if len(good) < len(lines):
