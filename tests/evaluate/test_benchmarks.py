@@ -225,9 +225,9 @@ def test_a_grader_that_hangs_holds_nobody_up_and_writes_nothing_later(data, tmp_
     resumed = evaluate_benchmarks(small(data), tmp_path / "hung", resume=True)
     wake.set()
     assert ended.wait(30)
+    assert samples_of(tmp_path / "hung") == samples_of(tmp_path / "whole")
     again = evaluate_benchmarks(small(data), tmp_path / "hung", resume=True)
     assert timeless(resumed) == timeless(again) == results_of(tmp_path / "whole")
-    assert samples_of(tmp_path / "hung") == samples_of(tmp_path / "whole")
 
 
 def test_a_grader_that_raises_is_named_and_can_be_mended(data, tmp_path, monkeypatch):
