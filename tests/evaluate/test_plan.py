@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from sparse_rl.evaluate import Evaluation
@@ -66,7 +68,8 @@ def made(**changes):
         ({"max_tokens": 0}, "max_tokens is 0"),
         ({"temperature": 1e-6}, "temperature is 1e-06"),
         ({"top_p": 2.0}, "top_p is 2.0"),
-        ({"template": "chatty"}, "template 'chatty' is unknown"),
+        ({"template": "chatty"}, "template 'chatty' is none of chat, plain"),
+        ({"template": "plain", "system": "Be brief."}, "benchmark lookup: .* no place for a system message"),
         ({"dtype": "int8"}, "dtype 'int8' is unknown"),
     ],
 )
@@ -80,6 +83,12 @@ def test_settings_follow_the_protocol_but_for_what_is_given():
     changed = made(n=4, temperature=0.5)
     assert changed.settings("lookup").n == 4 and changed.sampling("lookup").temperature == 0.5
     assert any("n is 4 instead of 1" in said for said in changed.departures("lookup"))
+
+
+def test_what_the_chat_template_gets_is_a_departure_where_there_is_a_chat():
+    changed = made(chat_template_kwargs={"enable_thinking": False})
+    assert changed.departures("lookup") == ['the chat template gets {"enable_thinking": false}']
+    assert not any("chat template" in said for said in replace(changed, template="plain").departures("lookup"))
 
 
 def test_blocks_keep_the_rows_busy_and_hold_whole_problems():

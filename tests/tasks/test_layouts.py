@@ -165,8 +165,24 @@ def test_templates_by_name_and_as_text(build, chatty):
     assert (plain.text, plain.messages) == ("Q: 2+2?\nA:", ())
     with pytest.raises(ValueError, match=r"template 'boxd' is none of chat, plain.*\{problem\}"):
         text(template="boxd")
-    with pytest.raises(ValueError, match="makes a chat, but the model has no chat template; choose plain, sparse"):
-        build([row], tiny_tokenizer(), template="sparrow")
+
+
+def test_without_a_chat_template_a_named_template_is_its_turns_as_lines(build, caplog):
+    row = {"problem": "2+2?", "answer": "4"}
+
+    def text(**settings):
+        (prompt,) = build([row], tiny_tokenizer(), **settings).train
+        assert prompt.messages == ()
+        return prompt.text
+
+    step = "Please reason step by step, and put your final answer within"
+    assert text() == text(template="chat") == text(template="plain") == "2+2?\n"
+    assert text(template="boxed_chat") == f"2+2?\n{step} \\boxed{{}}.\n"
+    assert text(template="boxed_chat", system="be brief").startswith("be brief\n2+2?\n")
+    assert text(template="sparse-rl").startswith("You are a helpful assistant.\n2+2?\n")
+    assert "the model has no chat template: task.template sparse-rl is plain text here" in caplog.text
+    with pytest.raises(ValueError, match="no place for a system message; leave it out"):
+        text(template="Q: {problem}", system="be brief")
 
 
 def test_a_system_message_replaces_the_row_s_own(build, chatty):

@@ -18,11 +18,12 @@ from sparse_rl.evaluate.plan import Cell
 from sparse_rl.evaluate.store import Sample, Store
 from sparse_rl.evaluate.suite import Suite
 from sparse_rl.grading.answer import final_answer
+from sparse_rl.tasks.base import completion_texts
 from sparse_rl.types import Prompt, Rollout
 
 MAX_BATCH = 256  # rollouts graded in one call
 GRACE_S = 5.0  # for blocks that only lack grading, when the run is ended
-SHOWN = 200  # characters of a right answer that a sample's line repeats
+LONGEST_ANSWER = 200  # characters of a right answer that a sample's line still repeats
 
 
 class Tally:
@@ -64,9 +65,9 @@ class Block:
         self.cancelled = False
 
     def grade(self, rollouts: list[Rollout]) -> None:
-        graded = self.suite.rewards.grade(rollouts, self.tokenizer)
+        texts = completion_texts(rollouts, self.tokenizer)
+        graded = self.suite.rewards.grade_texts(rollouts, texts)
         failures = graded.failures.get(self.suite.rewards.names[0], {})
-        texts = self.tokenizer.batch_decode([r.token_ids.tolist() for r in rollouts], skip_special_tokens=True)
         for i, (rollout, text, score) in enumerate(zip(rollouts, texts, graded.rewards.tolist(), strict=True)):
             place = self.places[rollout.prompt.columns["id"]] * self.suite.sampling.n + rollout.sample
             failure = failures.get(i, "the grader declined") if math.isnan(score) else None
@@ -80,7 +81,9 @@ class Block:
         self.store.append(self.start, self.stop, samples, **self.times)
 
     def _sample(self, rollout: Rollout, text: str, score: float | None, failure: str | None) -> Sample:
-        row, kv = rollout.prompt.columns, rollout.kv
+        row, kv = dict(rollout.prompt.columns), rollout.kv
+        if len(str(row["answer"])) > LONGEST_ANSWER:
+            del row["answer"]
         return {
             "model": self.cell.model,
             "benchmark": self.cell.benchmark,
@@ -91,8 +94,7 @@ class Block:
             **({"extracted": final_answer(text)} if self.suite.rewards.names == ("math",) else {}),
             "score": score,
             **({} if failure is None else {"failure": failure}),
-            **({"answer": row["answer"]} if len(str(row.get("answer", "." * SHOWN))) < SHOWN else {}),
-            **{key: row[key] for key in ("level", "subject") if row.get(key) is not None},
+            **{key: row[key] for key in ("answer", "level", "subject") if row.get(key) is not None},
             "finish_reason": rollout.finish_reason,
             "prompt_tokens": len(rollout.prompt.ids),
             "tokens": len(rollout.token_ids),

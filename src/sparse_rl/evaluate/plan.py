@@ -6,6 +6,7 @@ A cache is written as `full`, `rkv:128` (its budget) or `rkv:budget=128,interval
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from itertools import product
 from types import UnionType
@@ -14,8 +15,8 @@ from typing import Any, get_args, get_type_hints
 from sparse_rl.evaluate.protocols import PROTOCOLS, Settings
 from sparse_rl.kv import POLICIES, KVPolicy, build_policy
 from sparse_rl.rollout import EngineConfig, Sampling
+from sparse_rl.tasks.prompts import Style, named_template
 from sparse_rl.tasks.rewards import GradingConfig
-from sparse_rl.tasks.templates import TEMPLATES, Template
 
 OVERRIDES = ("n", "max_tokens", "temperature", "top_p", "seed", "template")  # what may depart from the protocol
 DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -95,8 +96,8 @@ class Evaluation:
             if same != spec:
                 raise ValueError(f"--kv has {same!r} and {spec!r}, which are the same cache; leave one out.")
         for benchmark in self.benchmarks:
-            self.sampling(benchmark)
-            find_template(self.settings(benchmark).template)
+            settings = self.settings(benchmark)
+            Style(template=named_template(settings.template), system=self.system).write("", f"benchmark {benchmark}")
 
     @property
     def cells(self) -> list[Cell]:
@@ -113,36 +114,18 @@ class Evaluation:
         found = PROTOCOLS[self.protocol].departures(benchmark, self.settings(benchmark))
         if self.system is not None:
             found.append(f"the system prompt is {self.system!r}")
+        if self.chat_template_kwargs and named_template(self.settings(benchmark).template).chat:
+            found.append(f"the chat template gets {json.dumps(self.chat_template_kwargs)}")
         if self.problems is not None:
             found.append(f"at most {self.problems} problems are taken, a sample")
         return found
 
     def sampling(self, benchmark: str) -> Sampling:
-        chosen = self.settings(benchmark)
-        try:
-            return Sampling(
-                n=chosen.n,
-                max_tokens=chosen.max_tokens,
-                temperature=chosen.temperature,
-                top_p=chosen.top_p,
-                seed=chosen.seed,
-                stop=tuple(chosen.stop),
-            )
-        except ValueError as error:
-            raise ValueError(str(error).replace("sampling.", "")) from error
+        return self.settings(benchmark).sampling()
 
     def block_problems(self, benchmark: str) -> int:
         """Problems of a block: whole ones, and samples enough to keep the engine's rows busy."""
         return max(1, max(MIN_BLOCK, 4 * self.engine.rows) // self.settings(benchmark).n)
-
-
-def find_template(name: str) -> Template:
-    """A template by name, or a text of the user's own."""
-    if name in TEMPLATES:
-        return TEMPLATES[name]
-    if "{problem}" in name:
-        return Template(name)
-    raise ValueError(f"template {name!r} is unknown; choose one of {', '.join(TEMPLATES)}, or a text with {{problem}}.")
 
 
 def parse_cache(spec: str) -> KVPolicy:

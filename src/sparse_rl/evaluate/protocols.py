@@ -16,8 +16,10 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from sparse_rl.evaluate.statistics import parse_metric
+from sparse_rl.rollout import Sampling
 from sparse_rl.tasks.benchmarks import Kind, find
 
+SAMPLED = ("n", "temperature", "top_p", "max_tokens", "seed", "stop")  # settings that the engine knows
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
@@ -33,18 +35,19 @@ class Settings:
     metrics: tuple[str, ...] = ("pass@1",)
 
     def __post_init__(self) -> None:
-        for name in ("n", "max_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1.")
-        if not 0 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature is {self.temperature}; it must be at least 0.")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p is {self.top_p}; it must lie above 0 and at most at 1.")
+        self.sampling()
         if self.n > 1 and self.temperature == 0:
             raise ValueError(f"n is {self.n}, but samples at temperature 0 are all the same; give a temperature too.")
         for metric in self.metrics:
             if parse_metric(metric)[1] > self.n:
                 raise ValueError(f"{metric} needs more than the {self.n} samples that are drawn; raise n.")
+
+    def sampling(self) -> Sampling:
+        """What of it the engine knows; ValueError where it cannot be."""
+        try:
+            return Sampling(**{name: getattr(self, name) for name in SAMPLED})
+        except ValueError as error:
+            raise ValueError(str(error).replace("sampling.", "")) from error
 
     def changed(self, **given: Any) -> Settings:
         """With what a user asked for instead; None keeps what is there. Another n has metrics of its own."""

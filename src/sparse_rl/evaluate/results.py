@@ -18,7 +18,6 @@ from sparse_rl.evaluate.statistics import Estimate, average, by_problem, estimat
 from sparse_rl.evaluate.store import BlockLine, Sample
 
 DENSE = "full"
-TIMES = ("generate_s", "capture_s", "tokens_per_s")  # what may differ between two equal evaluations
 Values = list[float | None]  # of a metric, one a problem
 
 
@@ -57,7 +56,6 @@ def measure(cell: Cell, evaluation: Evaluation, samples: list[Sample], blocks: S
         "tokens_per_answer": tokens / len(samples),
         "kv_saved_frac": 1 - sum(sample["kv_held"] for sample in samples) / full if full else 0.0,
         "peak_entries": sum(sample["kv_peak"] for sample in samples) / len(samples),
-        "max_peak_entries": max(sample["kv_peak"] for sample in samples),
         "generate_s": seconds,
         "capture_s": capture,
         "tokens_per_s": tokens / (seconds - capture) if seconds > capture else None,

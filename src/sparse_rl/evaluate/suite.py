@@ -8,21 +8,18 @@ import json
 import random
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-
-from sparse_rl.evaluate.plan import Evaluation, find_template
+from sparse_rl.evaluate.plan import Evaluation
 from sparse_rl.evaluate.protocols import Settings
 from sparse_rl.model.load import LoadedModel
 from sparse_rl.rollout import Sampling
 from sparse_rl.tasks.base import Reward, Rewards
 from sparse_rl.tasks.benchmarks import find, problems
-from sparse_rl.tasks.prompts import make_prompt
+from sparse_rl.tasks.prompts import Style, find_template, make_prompt, named_template, too_long
 from sparse_rl.tasks.rewards import build_reward
 from sparse_rl.types import Prompt
-
-MAX_OVERLONG = 0.1  # of the problems; with more left out, a result would be another benchmark's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,11 +56,10 @@ def build_suites(evaluation: Evaluation) -> dict[str, Suite]:
 
 
 def _suite(name: str, evaluation: Evaluation, reward: Any) -> Suite:
-    rows = problems(name, evaluation.data_dir)
+    folder = Path(evaluation.data_dir).expanduser() if evaluation.data_dir is not None else None
+    rows = problems(name, folder)
     if not rows:
         raise ValueError(f"benchmark {name!r} has no problems; look at its file.")
-    if len({row["id"] for row in rows}) < len(rows):
-        raise ValueError(f"benchmark {name!r} has two problems with one id; mend its file.")
     if evaluation.problems is not None:
         order = random.Random(name).sample(range(len(rows)), len(rows))
         rows = [rows[i] for i in sorted(order[: evaluation.problems])]
@@ -79,30 +75,23 @@ def _suite(name: str, evaluation: Evaluation, reward: Any) -> Suite:
 
 def build_prompts(suite: Suite, evaluation: Evaluation, loaded: LoadedModel) -> Prompts:
     """What the model is asked; an error where too many problems do not fit into its context."""
-    made = [_prompt(row, suite, evaluation, loaded.tokenizer) for row in suite.rows]
-    kept = [prompt for prompt in made if len(prompt.ids) < loaded.context]
-    overlong = len(made) - len(kept)
-    if overlong > MAX_OVERLONG * len(made):
-        raise ValueError(
-            f"{overlong} of {len(made)} prompts of {suite.name} do not fit into the model's context of "
-            f"{loaded.context} tokens; leave the benchmark out, or take a model that reaches further."
-        )
-    template = find_template(suite.settings.template)
+    template = find_template(suite.settings.template, loaded.tokenizer)
+    style = Style(template=template, system=evaluation.system)
+    made = {}
+    for row in suite.rows:
+        where = f"problem {row['id']!r} of {suite.name}"
+        written = {**row, "prompt": style.write(row["problem"], where)}
+        made[where] = make_prompt(written, where, loaded.tokenizer, evaluation.chat_template_kwargs)
+    remedy = "leave out the benchmark, take a model with a longer context"
+    overlong = too_long(made, lambda prompt: len(prompt.ids), loaded.context - 1, remedy)
+    kept = [prompt for where, prompt in made.items() if where not in overlong]
     return Prompts(
         prompts=kept,
-        overlong=overlong,
+        overlong=len(overlong),
         clipped=sum(len(prompt.ids) + suite.sampling.max_tokens > loaded.context for prompt in kept),
-        plain=template.chat and loaded.tokenizer.chat_template is None,
+        plain=named_template(suite.settings.template).chat and not loaded.tokenizer.chat_template,
         digest=_digest([prompt.ids for prompt in kept]),
     )
-
-
-def _prompt(row: dict[str, Any], suite: Suite, evaluation: Evaluation, tokenizer: PreTrainedTokenizerBase) -> Prompt:
-    given = find_template(suite.settings.template).prompt(row["problem"], evaluation.system)
-    if isinstance(given, list) and tokenizer.chat_template is None:
-        given = "".join(f"{turn['content']}\n" for turn in given)
-    where = f"problem {row['id']!r} of {suite.name}"
-    return make_prompt({**row, "prompt": given}, where, tokenizer, evaluation.chat_template_kwargs)
 
 
 def _digest(value: Any) -> str:

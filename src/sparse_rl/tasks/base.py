@@ -112,8 +112,12 @@ class Rewards:
 
     def grade(self, rollouts: list[Rollout], tokenizer: PreTrainedTokenizerBase) -> Graded:
         """Call every function once with all completions."""
+        return self.grade_texts(rollouts, completion_texts(rollouts, tokenizer))
+
+    def grade_texts(self, rollouts: list[Rollout], texts: list[str]) -> Graded:
+        """The same, of completions that are decoded."""
         by_function, failures = {}, {}
-        for name, given in self._called(_inputs(rollouts, tokenizer)).items():
+        for name, given in self._called(_inputs(rollouts, texts)).items():
             by_function[name], failures[name] = _checked(given, name, len(rollouts))
         stacked = torch.stack(list(by_function.values()))
         weights = torch.tensor(self.weights or [1.0] * len(self.functions), dtype=torch.float64)
@@ -148,10 +152,14 @@ def _broken(name: str, error: BaseException) -> ValueError:
     return ValueError(f"reward function {name!r} raised {type(error).__name__}: {error}; mend it, then resume.")
 
 
-def _inputs(rollouts: list[Rollout], tokenizer: PreTrainedTokenizerBase) -> dict[str, list[Any]]:
-    """Prompts and completions as the dataset has them (chats as messages), ids, and every column of any row."""
+def completion_texts(rollouts: list[Rollout], tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """What the model wrote, as graders read it."""
     ids = [rollout.token_ids.tolist() for rollout in rollouts]
-    texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
+    return [str(text) for text in tokenizer.batch_decode(ids, skip_special_tokens=True)]
+
+
+def _inputs(rollouts: list[Rollout], texts: list[str]) -> dict[str, list[Any]]:
+    """Prompts and completions as the dataset has them (chats as messages), ids, and every column of any row."""
     chats = [list(rollout.prompt.messages) for rollout in rollouts]
     columns = dict.fromkeys(column for rollout in rollouts for column in rollout.prompt.columns)
     return {column: [rollout.prompt.columns.get(column) for rollout in rollouts] for column in columns} | {
@@ -159,7 +167,7 @@ def _inputs(rollouts: list[Rollout], tokenizer: PreTrainedTokenizerBase) -> dict
         "completions": [
             [{"role": "assistant", "content": text}] if chat else text for chat, text in zip(chats, texts, strict=True)
         ],
-        "completion_ids": ids,
+        "completion_ids": [rollout.token_ids.tolist() for rollout in rollouts],
     }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
@@ -22,19 +22,20 @@ MAX_LEFT_OUT = 0.1  # share of the rows that may be too long
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Style:
-    """How prompts are written: a template for those that are strings, a system message, the chat template's options."""
+    """How prompts are written: a template for those that are strings, and a system message."""
 
     template: Template | None = None
     system: str | None = None
-    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
 
     def write(self, prompt: str | list[Any], where: str) -> str | list[Any]:
         """The prompt with template and system message."""
         if isinstance(prompt, str) and self.template is not None:
-            prompt = self.template.prompt(prompt, self.system)
-            if self.system and isinstance(prompt, str):
-                raise ValueError(f"{where}: the template is plain text, which has no place for a system message.")
-            return prompt
+            if self.system and not self.template.chat:
+                raise ValueError(
+                    f"{where}: the template is plain text, which has no place for a system message; leave it out, or "
+                    "write it into a template of your own."
+                )
+            return self.template.prompt(prompt, self.system)
         if self.template is not None:
             raise ValueError(f"{where} is a list of messages, and a template takes a string; leave out the template.")
         if self.system is None:
@@ -45,26 +46,28 @@ class Style:
         return [{"role": "system", "content": self.system}, *(prompt[1:] if has_one else prompt)]
 
 
-def find_template(name: str, tokenizer: PreTrainedTokenizerBase) -> Template:
-    """A template by its name, or a text with {problem} in it: a user's turn where the tokenizer has a chat template."""
-    if name in TEMPLATES:
-        template = TEMPLATES[name]
-        if template.chat and not tokenizer.chat_template:
-            plain = ", ".join(key for key, value in TEMPLATES.items() if not value.chat)
-            raise ValueError(
-                f"the template {name!r} makes a chat, but the model has no chat template; choose {plain}, or write a "
-                "text with {problem} in it."
-            )
-        return template
-    if "{problem}" not in name:
+def named_template(name: str) -> Template:
+    """A template by its name, or a text with {problem} in it, as a user's turn."""
+    if name not in TEMPLATES and "{problem}" not in name:
         known = ", ".join(TEMPLATES)
         raise ValueError(f"template {name!r} is none of {known}; choose one, or write a text with {{problem}} in it.")
-    return Template(name, chat=bool(tokenizer.chat_template))
+    return TEMPLATES.get(name) or Template(name)
+
+
+def find_template(name: str, tokenizer: PreTrainedTokenizerBase) -> Template:
+    """The template as a model gets it, in training and in evaluation.
+
+    Without a chat template, the turns of a named one are lines of plain text, and a user's own text is what it says.
+    """
+    template = named_template(name)
+    if tokenizer.chat_template or not template.chat:
+        return template
+    return replace(template, lines=True) if name in TEMPLATES else replace(template, chat=False)
 
 
 def default_template(tokenizer: PreTrainedTokenizerBase) -> Template:
     """A user's turn where the tokenizer has a chat template, else the text and a new line."""
-    return TEMPLATES["chat" if tokenizer.chat_template else "plain"]
+    return find_template("chat", tokenizer)
 
 
 def as_turn(text: str, tokenizer: PreTrainedTokenizerBase) -> str | list[dict[str, str]]:
@@ -115,12 +118,21 @@ def check_known(text: str, ids: tuple[int, ...] | list[int], where: str, tokeniz
     raise ValueError(f"{where} has {strange!r}, unknown to the model's tokenizer{known}; rewrite it.")
 
 
+def too_long(items: dict[str, T], length: Callable[[T], int], limit: int, remedy: str) -> list[str]:
+    """The places of the items with more than `limit` tokens, which are to be left out; raises if it is many."""
+    found = [where for where, item in items.items() if length(item) > limit]
+    if len(found) > MAX_LEFT_OUT * len(items):
+        raise ValueError(f"{_said(found, items, limit)}; {remedy}, or shorten or remove them.")
+    return found
+
+
 def short_enough(items: dict[str, T], length: Callable[[T], int], limit: int, remedy: str) -> list[T]:
-    """The items, by their place, of at most `limit` tokens; says how many are left out, and raises if it is many."""
-    too_long = [where for where, item in items.items() if length(item) > limit]
-    if too_long:
-        found = f"{len(too_long)} of {len(items)} rows have more than {limit} tokens, the first in {too_long[0]}"
-        if len(too_long) > MAX_LEFT_OUT * len(items):
-            raise ValueError(f"{found}; {remedy}, or shorten or remove them.")
-        logger.warning("%s; they are left out.", found)
-    return [item for item in items.values() if length(item) <= limit]
+    """The items that are not `too_long`; says how many are left out."""
+    left_out = too_long(items, length, limit, remedy)
+    if left_out:
+        logger.warning("%s; they are left out.", _said(left_out, items, limit))
+    return [item for where, item in items.items() if where not in left_out]
+
+
+def _said(found: list[str], items: dict[str, T], limit: int) -> str:
+    return f"{len(found)} of {len(items)} rows have more than {limit} tokens, the first in {found[0]}"

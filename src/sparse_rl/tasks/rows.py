@@ -101,6 +101,8 @@ class RowsConfig:
         context: int | None,
     ) -> list[Prompt]:
         template = find_template(self.template, tokenizer) if self.template is not None else None
+        if template is not None and template.lines:
+            logger.warning("the model has no chat template: task.template %s is plain text here.", self.template)
         if template is None and layout.templated:
             template = default_template(tokenizer)
         style = Style(template=template, system=self.system)

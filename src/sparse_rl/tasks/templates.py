@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a problem becomes a prompt, by name.
 
-A template with turns goes through the model's chat template; one without is the text itself.
+A template with turns goes through the model's chat template; where the model has none, the turns are lines of plain
+text. One without turns is the text itself.
 """
 
 from __future__ import annotations
@@ -11,11 +12,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """`text` with {problem} in it; `system` for a chat's first message; `chat` false for plain text."""
+    """`text` with {problem} in it; `system` for a chat's first message; `chat` false for plain text.
+
+    `lines`: the turns are written as plain text, each on a line, for a model without a chat template.
+    """
 
     text: str = "{problem}"
     system: str | None = None
     chat: bool = True
+    lines: bool = False
 
     def prompt(self, problem: str, system: str | None = None) -> str | list[dict[str, str]]:
         """The prompt as a dataset row has it: a string, or a list of messages. `system` replaces the template's own."""
@@ -24,7 +29,8 @@ class Template:
             return text
         system = self.system if system is None else system
         turns = [{"role": "system", "content": system}] if system else []
-        return [*turns, {"role": "user", "content": text}]
+        turns.append({"role": "user", "content": text})
+        return "".join(f"{turn['content']}\n" for turn in turns) if self.lines else turns
 
 
 STEP_BY_STEP = "Please reason step by step, and put your final answer within \\boxed{}."
