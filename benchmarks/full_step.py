@@ -29,9 +29,10 @@ from sparse_rl.objective.loss import LossConfig
 from sparse_rl.objective.mismatch import overlap_ids
 from sparse_rl.plan import Plan, Run, choose_device, make_plan, model_size, summary
 from sparse_rl.rollout import EngineConfig, Sampling
+from sparse_rl.rollout.memory import GuardedEngine
 from sparse_rl.runfolder import provenance
 from sparse_rl.score.head import Head
-from sparse_rl.train.guards import GuardedEngine, Guards
+from sparse_rl.train.guards import Guards
 from sparse_rl.train.learner import Learner, OptimizerConfig
 from sparse_rl.train.peaks import MemoryPeaks
 from sparse_rl.train.update import UpdateConfig, update

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every folder of results has: a lock, and a record of the code and the machine that made it."""
+"""What every folder of results has: a lock, and a record of the command, the code and the machine that made it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ import fcntl
 import importlib.metadata
 import os
 import platform
+import shlex
 import subprocess
+import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
@@ -26,6 +29,15 @@ def lock(folder: Path, doing: str = "training") -> IO[str]:
         file.close()
         raise ValueError(f"another process is {doing} in {folder}; wait for it, or stop it.") from error
     return file
+
+
+def command(arguments: Sequence[str] | None = None) -> str:
+    """As a shell takes it: `sparse-rl` with these arguments, or if there are none, what this process was started as."""
+    if arguments is not None:
+        return shlex.join(["sparse-rl", *arguments])
+    program = Path(sys.argv[0])
+    ours = program.name == "sparse-rl" or program.parts[-2:] == ("sparse_rl", "__main__.py")
+    return shlex.join(["sparse-rl" if ours else sys.argv[0], *sys.argv[1:]])
 
 
 def package_commit() -> str | None:
@@ -48,7 +60,7 @@ def provenance(device: torch.device) -> dict[str, Any]:
     return {
         "commit": os.environ.get("COMMIT") or package_commit(),
         "hardware": hardware(device),
-        "versions": {"python": platform.python_version(), **versions},
+        "versions": {"sparse_rl": sparse_rl.__version__, "python": platform.python_version(), **versions},
     }
 
 
@@ -78,13 +90,15 @@ def write_whole(path: Path, content: str) -> None:
         raise OSError(f"{path} could not be written ({error.strerror}); make room on the disk, then resume.") from error
 
 
-def differences(before: dict[str, Any], after: dict[str, Any], prefix: str = "") -> list[str]:
-    """Settings that are not the same, as "kv.budget 64 is now 48"; where a run lies and how it was resumed is none."""
+def differences(
+    before: dict[str, Any], after: dict[str, Any], ignored: Sequence[str] = (), prefix: str = ""
+) -> list[str]:
+    """Settings that are not the same, as "kv.budget 64 is now 48"; `ignored` are names such as kv.budget."""
     found = []
     for key in before.keys() | after.keys():
-        old, new = before.get(key), after.get(key)
+        name, old, new = f"{prefix}{key}", before.get(key), after.get(key)
         if isinstance(old, dict) and isinstance(new, dict):
-            found += differences(old, new, f"{prefix}{key}.")
-        elif key not in ("resume_from_checkpoint", "output_dir") and old != new:
-            found.append(f"{prefix}{key} {old} is now {new}")
+            found += differences(old, new, ignored, f"{name}.")
+        elif name not in ignored and old != new:
+            found.append(f"{name} {old} is now {new}")
     return sorted(found)

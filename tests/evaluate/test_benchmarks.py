@@ -23,10 +23,11 @@ from small_eval import results_of, samples_of, small, timeless, toy
 
 from sparse_rl.evaluate import EvalObserver, evaluate_benchmarks
 from sparse_rl.evaluate import benchmarks as module
-from sparse_rl.evaluate.grader import Grader
+from sparse_rl.evaluate.grader import Block, Grader, Tally
 from sparse_rl.model.tiny import tiny_model, tiny_tokenizer
 from sparse_rl.rollout import Engine, EngineConfig
 from sparse_rl.runfolder import lock
+from sparse_rl.tasks.rewards import GradingConfig
 
 SEED = random.randrange(1 << 20)
 
@@ -260,10 +261,13 @@ def test_other_settings_are_refused_with_the_difference(data, tmp_path):
         ({"max_tokens": 9}, "max_tokens 6 is now 9"),
         ({"kv": ("rkv:16",)}, "kv .*full.* is now .*rkv:16"),
         ({"engine": EngineConfig(rows=5)}, "engine.rows 4 is now 5"),
+        ({"grading": GradingConfig(timeout_s=9)}, "grading.timeout_s 5.0 is now 9"),
     ):
         evaluation = small(data, **{"kv": ("full",), "problems": 2} | change)
         with pytest.raises(ValueError, match=f"evaluated with other settings: .*{said}"):
             evaluate_benchmarks(evaluation, tmp_path / "out", resume=True)
+    same = small(data, kv=("full",), problems=2, grading=GradingConfig(workers=3))  # how many grade is no difference
+    evaluate_benchmarks(same, tmp_path / "out", resume=True)
     toy(data, seed=SEED + 1)
     with pytest.raises(ValueError, match=r"benchmarks.toy.digest \w+ is now \w+"):
         evaluate_benchmarks(small(data, kv=("full",), problems=2), tmp_path / "out", resume=True)
@@ -322,7 +326,8 @@ def test_overlong_prompts_are_left_out_and_short_contexts_said(tmp_path, data):
 
 
 def test_out_of_memory_halves_the_rows_and_takes_the_block_again(data, tmp_path, monkeypatch):
-    real, tried = Engine.generate, []
+    """For that cache and the next; what was graded before counts once."""
+    real, tried, seen = Engine.generate, [], []
 
     def generate(self, prompts, sampling, on_rollout=None, **more):
         tried.append(self.config.rows)
@@ -333,12 +338,26 @@ def test_out_of_memory_halves_the_rows_and_takes_the_block_again(data, tmp_path,
         return real(self, prompts, sampling, on_rollout=on_rollout, **more)
 
     monkeypatch.setattr(Engine, "generate", generate)
-    evaluation = small(data, engine=EngineConfig(rows=8), n=8, kv=("full",))  # blocks of 4 problems
+    monkeypatch.setattr(module, "Tally", lambda samples: seen.append(Tally(samples)) or seen[-1])
+    evaluation = small(data, engine=EngineConfig(rows=8), n=8)  # blocks of 4 problems
     results = evaluate_benchmarks(evaluation, tmp_path / "out")
-    assert tried == [8, 8, 4, 2, 2] and results["cells"][0]["samples"] == 80
+    assert tried == [8, 8, 4, 2, 2, 2, 2, 2] and [cell["samples"] for cell in results["cells"]] == [80, 80]
+    for cell, tally in zip(results["cells"], seen, strict=True):
+        scores = [line["score"] for line in samples(tmp_path / "out", cell["cache"]) if line["score"] is not None]
+        assert (tally.graded, tally.right) == (len(scores), sum(scores))
     monkeypatch.setattr(Engine, "generate", lambda *_, **__: (_ for _ in ()).throw(torch.OutOfMemoryError("no")))
-    with pytest.raises(ValueError, match=r"out of memory with engine\.rows 1"):
+    with pytest.raises(ValueError, match=r"out of memory while sampling \(tiny\); give a smaller engine.pool_bytes"):
         evaluate_benchmarks(evaluation, tmp_path / "other")
+
+
+def test_a_grader_out_of_memory_is_not_the_engine_s(data, tmp_path, monkeypatch, caplog):
+    def full(block, rollouts):
+        raise MemoryError("of the grader")
+
+    monkeypatch.setattr(Block, "grade", full)
+    with pytest.raises(MemoryError, match="of the grader"):
+        evaluate_benchmarks(small(data), tmp_path / "out")
+    assert "out of memory" not in caplog.text
 
 
 def test_the_copy_of_a_folder_resumes_too(data, tmp_path):

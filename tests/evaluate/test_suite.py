@@ -51,11 +51,10 @@ def test_a_template_makes_the_same_prompt_in_training_and_in_evaluation(data, ch
         more = {"template": template, "system": system, "chat_template_kwargs": {"think": True}}
         try:
             prompts = trained(data, chat, **more)
-        except ValueError as error:
+        except ValueError:
             refused.append(template)
             with pytest.raises(ValueError, match="no place for a system message"):
                 asked(data, chat, **more)
-            assert "no place for a system message" in str(error)
             continue
         found = asked(data, chat, **more).prompts
         assert [(p.ids, p.messages) for p in found] == [(p.ids, p.messages) for p in prompts], template

@@ -28,7 +28,7 @@ from small_run import assert_same_run, without_times
 from sparse_rl.evaluate import EvalConfig
 from sparse_rl.metrics import read_log
 from sparse_rl.model.load import load
-from sparse_rl.rollout import EngineConfig
+from sparse_rl.rollout import EngineConfig, memory
 from sparse_rl.rollout.memory import out_of_memory
 from sparse_rl.train import Stopped, guards
 from sparse_rl.train.guards import Guards
@@ -218,7 +218,8 @@ def test_an_evaluation_out_of_memory_halves_its_own_rows(tmp_path, monkeypatch):
 
 def test_several_processes_do_not_go_their_own_way(monkeypatch, tmp_path):
     """One that tried again, or stopped, by itself would leave the others waiting."""
-    monkeypatch.setattr(guards, "alone", lambda: False)
+    for place in (guards, memory):
+        monkeypatch.setattr(place, "alone", lambda: False)
     learner = SimpleNamespace(device=torch.device("cpu"))
     rollout = SimpleNamespace(prompt=SimpleNamespace(ids=(1, 2)), token_ids=torch.zeros(3))
     with pytest.raises(ValueError, match=r"longest rollout has 5 tokens; lower update.max_tokens, which is 60"):

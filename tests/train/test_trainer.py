@@ -21,6 +21,7 @@ from sparse_rl.model.load import load
 from sparse_rl.objective.correction import PRESETS, Correction
 from sparse_rl.objective.loss import LossConfig
 from sparse_rl.rollout import Engine, EngineConfig, Sampling
+from sparse_rl.runfolder import command
 from sparse_rl.tasks import Chain, Graded, Rewards, Rows
 from sparse_rl.train import Observer, OptimizerConfig, UpdateConfig
 from sparse_rl.train.callbacks import Callbacks
@@ -48,6 +49,7 @@ def test_a_run_writes_what_it_did(tmp_path):
         **{k: v for k, v in record["config"]["kv"].items() if k != "policy"},
     }
     assert record["config"]["correction"]["veto"] == 0.1 and record["versions"]["torch"] == torch.__version__
+    assert record["processes"] == 1 and record["command"] == command() and {"commit", "hardware"} <= record.keys()
     completions = read_log(tmp_path / "run" / "completions.jsonl")
     assert [row["step"] for row in completions] == [1, 2]
     row = completions[0]

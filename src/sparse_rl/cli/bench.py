@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import shlex
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_origin, get_type_hints
@@ -53,7 +52,7 @@ def run(arguments: list[str]) -> None:
     from sparse_rl.config import build_kv, build_section
     from sparse_rl.report.progress import ProgressLine
     from sparse_rl.rollout import EngineConfig
-    from sparse_rl.runfolder import provenance
+    from sparse_rl.runfolder import command, provenance
 
     policy = build_kv(settings.kv)
     config = decided(BenchConfig(**{field.name: settings[field.name] for field in fields(BenchConfig)}))
@@ -66,12 +65,12 @@ def run(arguments: list[str]) -> None:
     with ProgressLine() as line:
 
         def say(text: str) -> None:
-            line.console.print(f"sparse-rl: {text}", highlight=False, soft_wrap=True)
+            line.print(f"sparse-rl: {text}")
 
         results = measure(config, policy, engine, dtype, say=say, show=line.show)
     record = {
         "label": settings.label or default_label(config, policy),
-        "command": shlex.join(["sparse-rl", "bench", *arguments]),
+        "command": command(["bench", *arguments]),
         **provenance(_device(config)),
         "settings": {**asdict(config), "kv": {"policy": policy.name, **asdict(policy)}, "engine": asdict(engine)},
         "results": {**results, "against": {}},

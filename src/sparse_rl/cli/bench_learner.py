@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import shlex
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,7 +29,7 @@ def run(arguments: list[str]) -> None:
     from sparse_rl.bench.record import merge, read
     from sparse_rl.config import build_section
     from sparse_rl.report.progress import ProgressLine
-    from sparse_rl.runfolder import provenance
+    from sparse_rl.runfolder import command, provenance
     from sparse_rl.train import OptimizerConfig, UpdateConfig
 
     config = decided(LearnerBenchConfig(**{f.name: settings[f.name] for f in fields(LearnerBenchConfig)}))
@@ -44,14 +43,14 @@ def run(arguments: list[str]) -> None:
     with ProgressLine() as line:
 
         def say(text: str) -> None:
-            line.console.print(f"sparse-rl: {text}", highlight=False, soft_wrap=True)
+            line.print(f"sparse-rl: {text}")
 
         results = measure_learner(config, update, optimizer, dtype, say=say)
     import torch
 
     record: dict[str, Any] = {
         "label": settings.label or default_label(config, update, optimizer),
-        "command": shlex.join(["sparse-rl", "bench", "learner", *arguments]),
+        "command": command(["bench", "learner", *arguments]),
         **provenance(torch.device(config.device or "cpu")),
         "settings": {**asdict(config), "update": asdict(update), "optimizer": asdict(optimizer)},
         "results": {**results, "against": {}},

@@ -13,11 +13,8 @@ that was killed anywhere goes on to the same table.
 from __future__ import annotations
 
 import copy
-import gc
 import json
-import logging
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +29,10 @@ from sparse_rl.evaluate.results import compare, headlines, measure
 from sparse_rl.evaluate.store import Store
 from sparse_rl.evaluate.suite import Prompts, Suite, build_prompts, build_suites
 from sparse_rl.model.load import check_device, load
-from sparse_rl.rollout import Engine, Progress
-from sparse_rl.rollout.memory import out_of_memory
+from sparse_rl.rollout import Progress
+from sparse_rl.rollout.memory import GuardedEngine, Memory, free
 from sparse_rl.runfolder import lock, write_whole
 from sparse_rl.types import Prompt
-
-logger = logging.getLogger(__name__)
 
 
 def evaluate_benchmarks(
@@ -85,7 +80,7 @@ class Run:
         self.cells = evaluation.cells
         self.names = cell_folders(self.cells)
         self.stores = {cell: Store(folder / "samples" / name) for cell, name in self.names.items()}
-        self.rows = evaluation.engine.rows  # halved where memory runs out
+        self.memory = Memory()
         self.number = 0  # of the cell at hand
         self.whole, self.of_cell = Pace(), Pace()
 
@@ -136,7 +131,8 @@ class Run:
             cells = [cell for cell in self.cells if cell.model == name and cell.cache == cache and self._left(cell)]
             if not cells:
                 continue
-            engine = Engine(loaded, parse_cache(cache), replace(evaluation.engine, rows=self.rows))
+            # What did not fit with one cache is not tried with the next.
+            engine = GuardedEngine(loaded, parse_cache(cache), evaluation.engine, self.memory, stage=name)
             # The longest first: what is captured for it serves the others.
             for cell in sorted(cells, key=lambda cell: self._longest(cell, prompts), reverse=True):
                 self._cell(cell, engine, prompts[cell.benchmark], tokenizer, grader)
@@ -144,7 +140,7 @@ class Run:
             free(loaded.shape.device)
 
     def _cell(
-        self, cell: Cell, engine: Engine, prompts: Prompts, tokenizer: PreTrainedTokenizerBase, grader: Grader
+        self, cell: Cell, engine: GuardedEngine, prompts: Prompts, tokenizer: PreTrainedTokenizerBase, grader: Grader
     ) -> None:
         store, suite = self.stores[cell], self.suites[cell.benchmark]
         tally = Tally(store.read())
@@ -153,15 +149,11 @@ class Run:
         self.of_cell = Pace((len(prompts.prompts) - store.done) * suite.sampling.n)
         for start in range(store.done, len(prompts.prompts), size):
             part = prompts.prompts[start : start + size]
-            while True:
-                block = Block(cell, suite, store, tally, tokenizer, start, part)
-                if self._block(block, part, engine, grader):
-                    break
-                self._shrink(engine)
+            self._block(Block(cell, suite, store, tally, tokenizer, start, part), part, engine, grader)
         self.observer.on_cell(self._status(cell, tally, None))
 
-    def _block(self, block: Block, part: list[Prompt], engine: Engine, grader: Grader) -> bool:
-        """Generate a block; whether its memory sufficed."""
+    def _block(self, block: Block, part: list[Prompt], engine: GuardedEngine, grader: Grader) -> None:
+        """Generate a block; the grader writes it."""
         sampling = block.suite.sampling
         began = time.perf_counter()
 
@@ -169,39 +161,23 @@ class Run:
             grader.check()
             self.observer.on_status(self._status(block.cell, block.tally, progress))
 
-        try:
-            engine.generate(
-                part,
-                sampling,
-                first=block.start,
-                on_step=on_step,
-                on_rollout=lambda rollout: grader.put(block, rollout),
-            )
-        except (RuntimeError, MemoryError, ValueError) as error:
-            block.cancelled = True
-            given = engine.config.pool_pages or engine.config.pool_bytes  # fewer rows would not make it smaller
-            if grader.error is not None or not out_of_memory(error) or (isinstance(error, ValueError) and given):
-                raise
-            if engine.config.rows == 1:
-                raise ValueError(f"out of memory with engine.rows 1 ({block.cell}); lower --max-tokens.") from error
-            return False
-        stats = engine.stats
-        capture_s = stats.capture_s if stats is not None else 0.0
+        def on_restart() -> None:
+            nonlocal began
+            grader.check()  # it may have been the grader's memory
+            began = time.perf_counter()
+
+        engine.generate(
+            part,
+            sampling,
+            first=block.start,
+            on_step=on_step,
+            on_rollout=lambda rollout: grader.put(block, rollout),
+            on_restart=on_restart,
+        )
+        capture_s = engine.stats.capture_s if engine.stats is not None else 0.0
         grader.close(block, generate_s=time.perf_counter() - began, capture_s=capture_s)
         for pace in (self.whole, self.of_cell):
             pace.finished += len(part) * sampling.n
-        return True
-
-    def _shrink(self, engine: Engine) -> None:
-        """Half the rows and half the prefill, from here on."""
-        self.rows = max(1, engine.config.rows // 2)
-        engine.config = replace(
-            engine.config, rows=self.rows, max_prefill_tokens=max(1, engine.config.max_prefill_tokens // 2)
-        )
-        engine.cache = None
-        engine.decoders.clear()
-        free(engine.loaded.shape.device)
-        logger.warning("out of memory: the block starts over, and engine.rows is %d from here on.", self.rows)
 
     def _left(self, cell: Cell) -> int:
         """Problems to do; before its model is loaded the first time, all of the benchmark."""
@@ -245,10 +221,3 @@ class Run:
         if plain:
             found.append(f"{name} has no chat template: the prompts of {', '.join(plain)} are plain text.")
         return found
-
-
-def free(device: torch.device) -> None:
-    """Give a GPU's memory back that nothing refers to any more."""
-    if device.type == "cuda":
-        gc.collect()
-        torch.cuda.empty_cache()

@@ -34,10 +34,10 @@ class Tally:
         for sample in samples:
             self.add(sample["score"])
 
-    def add(self, score: float | None) -> None:
+    def add(self, score: float | None, count: int = 1) -> None:
         if score is not None:
-            self.graded += 1
-            self.right += score >= 1
+            self.graded += count
+            self.right += count * (score >= 1)
 
     @property
     def accuracy(self) -> float | None:
@@ -62,7 +62,6 @@ class Block:
         self.places = {prompt.columns["id"]: i for i, prompt in enumerate(prompts)}
         self.samples: list[Sample | None] = [None] * (len(prompts) * suite.sampling.n)
         self.times: dict[str, float] | None = None  # once all of it is generated
-        self.cancelled = False
 
     def grade(self, rollouts: list[Rollout]) -> None:
         texts = completion_texts(rollouts, self.tokenizer)
@@ -71,6 +70,9 @@ class Block:
         for i, (rollout, text, score) in enumerate(zip(rollouts, texts, graded.rewards.tolist(), strict=True)):
             place = self.places[rollout.prompt.columns["id"]] * self.suite.sampling.n + rollout.sample
             failure = failures.get(i, "the grader declined") if math.isnan(score) else None
+            before = self.samples[place]
+            if before is not None:  # memory ran out, and the block is generated anew
+                self.tally.add(before["score"], count=-1)
             self.samples[place] = self._sample(rollout, text, None if failure else score, failure)
             self.tally.add(None if failure else score)
 
@@ -166,7 +168,7 @@ class Grader:
         batch: dict[Block, list[Rollout]] = {}
         closed: list[Block] = []
         for block, rollout in filter(None, items):
-            if block.cancelled or (self.ending and block.times is None):
+            if self.ending and block.times is None:
                 continue
             if rollout is None:
                 closed.append(block)

@@ -21,6 +21,7 @@ from sparse_rl.tasks.benchmarks import Kind, find
 
 SAMPLED = ("n", "temperature", "top_p", "max_tokens", "seed", "stop")  # settings that the engine knows
 
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
     """How a benchmark is put to a model. `metrics` are names that statistics.by_problem knows."""

@@ -6,7 +6,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import sys
 from collections.abc import Iterable
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -19,10 +18,10 @@ import sparse_rl
 from sparse_rl.evaluate.plan import Cell, Evaluation
 from sparse_rl.evaluate.suite import Prompts, Suite
 from sparse_rl.model.load import LoadedModel
-from sparse_rl.runfolder import differences, provenance, write_whole
+from sparse_rl.runfolder import command, differences, provenance, write_whole
 
 NAME = "eval.json"
-NO_DIFFERENCE = ("data_dir", "device", "grading")  # where the data lies, where it runs, how many workers grade
+NO_DIFFERENCE = ("data_dir", "device", "grading.workers")  # to the table: where the data lies, what computes
 SAMPLED = 64  # weights of each tensor that go into a model's digest
 
 
@@ -33,7 +32,7 @@ class Record:
         self.path = folder / NAME
         settings = _settings(evaluation, suites)
         self.contents: dict[str, Any] = {
-            "command": " ".join(["sparse-rl", *sys.argv[1:]]) if "sparse" in sys.argv[0] else " ".join(sys.argv),
+            "command": command(),
             "settings": settings,
             **provenance(torch.device(evaluation.device)),
             "started": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -84,8 +83,7 @@ class Record:
             known, models, started = before["settings"], before["models"], before["started"]
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{self.path} is damaged; give another --output.") from error
-        skipped = {key: settings[key] for key in NO_DIFFERENCE}
-        _refuse(differences(known | skipped, json.loads(json.dumps(settings))), str(self.path.parent))
+        _refuse(differences(known, json.loads(json.dumps(settings)), NO_DIFFERENCE), str(self.path.parent))
         self.contents |= {"models": models, "started": started}
 
 

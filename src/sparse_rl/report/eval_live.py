@@ -3,49 +3,32 @@
 
 from __future__ import annotations
 
-import time
-
-from rich.console import Console
-
 from sparse_rl.evaluate import EvalObserver, Status
-from sparse_rl.report.progress import PLAIN_S, TERMINAL_S
+from sparse_rl.report.progress import MovingLine
 
 
 class EvalLive(EvalObserver):
-    """On standard error; where that is no terminal, the moving line is a new one every ten seconds."""
+    """Lines on standard error, and a moving one."""
 
     def __init__(self) -> None:
-        self.console, self.shown = Console(stderr=True), time.perf_counter()
-        self.status = self.console.status("starting") if self.console.is_terminal else None
+        self.line = MovingLine()
 
     def on_begin(self, num_cells: int, done: int, problems: int) -> None:
         before = f", {done:,} of them done before" if done else ""
-        self._print(f"{num_cells} cells, {problems:,} problems{before}")
-        if self.status is not None:
-            self.status.start()
+        self.line.print(f"{num_cells} cells, {problems:,} problems{before}")
+        self.line.start()
 
     def on_note(self, note: str) -> None:
-        self._print(note)
+        self.line.print(note)
 
     def on_status(self, status: Status) -> None:
-        now = time.perf_counter()
-        if now - self.shown < (PLAIN_S if self.status is None else TERMINAL_S):
-            return
-        self.shown = now
-        if self.status is not None:
-            self.status.update(describe(status))
-        else:
-            self._print(describe(status))
+        self.line.move(describe(status))
 
     def on_cell(self, status: Status) -> None:
-        self._print(describe(status))
+        self.line.print(describe(status))
 
     def on_end(self) -> None:
-        if self.status is not None:
-            self.status.stop()
-
-    def _print(self, line: str) -> None:
-        self.console.print(line, highlight=False, markup=False, soft_wrap=True)
+        self.line.stop()
 
 
 def describe(status: Status) -> str:

@@ -4,13 +4,10 @@
 from __future__ import annotations
 
 import math
-import time
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
-from sparse_rl.report.progress import PLAIN_S, TERMINAL_S, describe
+from sparse_rl.report.progress import MovingLine, describe
 from sparse_rl.rollout import Progress
 from sparse_rl.train import Observer, SFTTrainer, Trainer
 
@@ -27,36 +24,19 @@ COLUMNS = {  # heading, metric, format
 
 
 class Terminal(Observer):
-    """On standard error; where that is no terminal, the moving line is a new one every ten seconds."""
+    """Lines on standard error, and a moving one."""
 
     def _start(self, *lines: str) -> None:
-        self.console, self.shown = Console(stderr=True), time.perf_counter()
+        self.line = MovingLine()
         for line in lines:
-            self._print(line)
-        self.status = self.console.status("starting") if self.console.is_terminal else None
-        if self.status is not None:
-            self.status.start()
-
-    def _move(self, line: str) -> None:
-        now = time.perf_counter()
-        if now - self.shown < (PLAIN_S if self.status is None else TERMINAL_S):
-            return
-        self.shown = now
-        if self.status is not None:
-            self.status.update(line)
-        else:
-            self._print(line)
+            self.line.print(line)
+        self.line.start()
 
     def on_save(self, folder: Path) -> None:
-        if self.status is not None:
-            self.status.update(f"saved {folder}")
+        self.line.move(f"saved {folder}")
 
     def on_end(self) -> None:
-        if self.status is not None:
-            self.status.stop()
-
-    def _print(self, line: str) -> None:
-        self.console.print(line, highlight=False, markup=False, soft_wrap=True)
+        self.line.stop()
 
 
 class Live(Terminal):
@@ -75,16 +55,16 @@ class Live(Terminal):
         )
 
     def on_progress(self, stage: str, progress: Progress) -> None:
-        self._move(f"{stage}: {describe(progress)}")
+        self.line.move(f"{stage}: {describe(progress)}")
 
     def on_log(self, metrics: dict[str, Any]) -> None:
         if metrics["step"]:
             cells = "".join(f"{_cell(metrics.get(name), form):>10}" for name, form in COLUMNS.values())
-            self._print(f"{metrics['step']:>6} {cells}")
+            self.line.print(f"{metrics['step']:>6} {cells}")
         evaluated = [cache for cache in ("dense", "sparse") if metrics.get(f"eval/{cache}/reward") is not None]
         if evaluated:
             found = ", ".join(f"{cache} cache {_reward(metrics, cache)}" for cache in evaluated)
-            self._print(f"{metrics['step']:>6} held out: {found}")
+            self.line.print(f"{metrics['step']:>6} held out: {found}")
 
 
 class SupervisedLive(Terminal):
@@ -110,9 +90,9 @@ class SupervisedLive(Terminal):
         if evaluated:
             line += f", held out: loss {metrics['eval/loss']:.4f}, perplexity {metrics['eval/perplexity']:.3f}"
         if evaluated or metrics["step"] == self.steps:
-            self._print(line)
+            self.line.print(line)
         else:
-            self._move(line)
+            self.line.move(line)
 
 
 def _reward(metrics: dict[str, Any], cache: str) -> str:

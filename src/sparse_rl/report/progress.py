@@ -1,43 +1,64 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One line that follows a call of the engine."""
+"""One moving line in the terminal, for whatever takes long."""
 
 from __future__ import annotations
 
 import time
 
 from rich.console import Console
+from rich.text import Text
 
 from sparse_rl.rollout import Progress
 
 TERMINAL_S, PLAIN_S = 0.1, 10.0  # between two updates
 
 
-class ProgressLine:
-    """On standard error, rewritten in place; where that is no terminal, a new line every ten seconds and at the end."""
+class MovingLine:
+    """On standard error, rewritten in place; where that is no terminal, it is a new line every ten seconds."""
 
-    def __enter__(self) -> ProgressLine:
-        self.console = Console(stderr=True)
+    def __init__(self) -> None:
+        self.console, self.shown = Console(stderr=True), time.perf_counter()
         self.status = self.console.status("starting") if self.console.is_terminal else None
-        self.shown = time.perf_counter()
+
+    def start(self) -> None:
         if self.status is not None:
             self.status.start()
-        return self
 
-    def __exit__(self, *_: object) -> None:
+    def stop(self) -> None:
         if self.status is not None:
             self.status.stop()
 
-    def show(self, progress: Progress) -> None:
+    def move(self, line: str) -> None:
+        """Show the line, if it is time for one."""
         now = time.perf_counter()
-        last = progress.num_finished == progress.num_requests
-        if now - self.shown < (PLAIN_S if self.status is None else TERMINAL_S) and not last:
+        if now - self.shown < (PLAIN_S if self.status is None else TERMINAL_S):
             return
         self.shown = now
-        line = describe(progress)
         if self.status is not None:
-            self.status.update(line)
-        if self.status is None or last:
-            self.console.print(line, highlight=False, soft_wrap=True)
+            self.status.update(Text(line))  # a name may hold what rich takes for markup
+        else:
+            self.print(line)
+
+    def print(self, line: str) -> None:
+        """A line that stays."""
+        self.console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+class ProgressLine(MovingLine):
+    """`with ProgressLine() as line`: follows a call of the engine, whose end stays."""
+
+    def __enter__(self) -> ProgressLine:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def show(self, progress: Progress) -> None:
+        if progress.num_finished == progress.num_requests:
+            self.print(describe(progress))
+        else:
+            self.move(describe(progress))
 
 
 def describe(progress: Progress) -> str:

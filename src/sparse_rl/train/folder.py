@@ -5,27 +5,18 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import platform
-import sys
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import torch
-import transformers
-
-import sparse_rl
 from sparse_rl.metrics import RunLog, read_log
 from sparse_rl.model.load import LoadedModel
-from sparse_rl.runfolder import package_commit
+from sparse_rl.runfolder import command, provenance, write_whole
 from sparse_rl.train import checkpoint
 from sparse_rl.train.config import RunConfig
 
 logger = logging.getLogger(__name__)
-
-PROGRAMS = ("sparse-rl", "sparse_rl/__main__.py")
 
 
 def check_folder(config: RunConfig, section: str = "task") -> None:
@@ -95,27 +86,16 @@ def start_record(run: Path, settings: dict[str, Any], loaded: LoadedModel, num_p
     started = _recorded(run).get("started")
     if path.exists() and started is None:
         logger.warning("%s was damaged; it is written anew.", path)
-    device = loaded.model.device
-    hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()} CPU"
-    several = f", {num_processes} processes" if num_processes > 1 else ""
     record = {
-        "command": " ".join(["sparse-rl", *sys.argv[1:]]) if sys.argv[0].endswith(PROGRAMS) else " ".join(sys.argv),
+        "command": command(),
         "config": settings,
-        "versions": {
-            "sparse_rl": sparse_rl.__version__,
-            "commit": package_commit(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "python": platform.python_version(),
-        },
-        "hardware": f"{hardware}, {torch.get_num_threads()} threads" + several,
+        **provenance(loaded.model.device),
+        "processes": num_processes,
         "parameters": sum(parameter.numel() for parameter in loaded.model.parameters()),
         "trainable_parameters": sum(p.numel() for p in loaded.model.parameters() if p.requires_grad),
         "started": started or datetime.now(UTC).isoformat(timespec="seconds"),
     }
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(record, indent=1) + "\n")
-    os.replace(temporary, path)
+    write_whole(path, json.dumps(record, indent=1) + "\n")
 
 
 def _recorded(run: Path) -> dict[str, Any]:

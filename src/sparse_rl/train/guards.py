@@ -13,7 +13,6 @@ A step is a function of the weights, the seed and its number: one that is thrown
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import signal
@@ -21,7 +20,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -29,13 +27,9 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
-from sparse_rl.kv import KVPolicy
-from sparse_rl.model.load import LoadedModel
-from sparse_rl.rollout import Engine, EngineConfig, Sampling
-from sparse_rl.rollout.memory import out_of_memory
+from sparse_rl.rollout.memory import Memory, alone, out_of_memory
 from sparse_rl.score.pack import Packable
 from sparse_rl.train import checkpoint
-from sparse_rl.types import Prompt, Rollout
 
 if TYPE_CHECKING:
     from sparse_rl.train.learner import Learner
@@ -47,9 +41,6 @@ STREAK = 5  # updates in a row that are not finite end the run
 POOL = "pool"  # halved once, it is given back before every update
 MAX_BAD_BATCHES = 3  # kept in the run folder
 FORWARDED_S = 1.0  # a launcher forwards a signal that the run has got already
-SMALLER_ROLLOUT = (
-    "give a smaller engine.pool_bytes or engine.max_prefill_tokens, or lower kv.budget or sampling.max_tokens"
-)
 
 
 class Stopped(SystemExit):
@@ -75,7 +66,7 @@ class Bad(Protocol):
     def contents(self, rewards: Any) -> dict[str, Any]: ...
 
 
-class Guards:
+class Guards(Memory):
     """The guards of one run, and what they have to remember."""
 
     limit, unit = "update.max_tokens", "rollout"  # the setting that is halved, and what the learner packs
@@ -85,8 +76,8 @@ class Guards:
     )
 
     def __init__(self, *, first: bool = True) -> None:
+        super().__init__()
         self.first = first  # of the run's processes: the one that writes and speaks
-        self.halved: dict[str, int] = {}  # by stage, how often; kept in checkpoints
         self.unheard: dict[signal.Signals, Any] = {}  # handlers to give back
         self.stop: signal.Signals | None = None
         self.stop_s = 0.0  # when it came
@@ -128,16 +119,6 @@ class Guards:
             self.stop = signal.Signals(int(number)) if number else None
         if self.stop is not None:
             raise Stopped(self.stop)
-
-    def part(self, stage: str, whole: int) -> int:
-        """What is left of a number that was halved as often as the stage ran out of memory."""
-        return max(1, whole >> self.halved.get(stage, 0))
-
-    def halve(self, stage: str, device: torch.device) -> None:
-        self.halved[stage] = self.halved.get(stage, 0) + 1
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
 
     def fit(
         self,
@@ -232,59 +213,6 @@ class Guards:
             found = checkpoint.checkpoints(run)
             where = f"after {found[-1]}" if found else "before the first step was learnt"
             logger.warning("stopped by %s %s; --trainer.resume_from_checkpoint true goes on.", error.by.name, where)
-
-
-class GuardedEngine(Engine):
-    """An engine that goes on with half the rows, and half the prefill, where they do not fit into memory."""
-
-    def __init__(self, loaded: LoadedModel, kv: KVPolicy, config: EngineConfig, guards: Guards, stage: str) -> None:
-        super().__init__(loaded, kv, config)
-        self.given, self.guards, self.stage = config, guards, stage
-
-    def generate(
-        self,
-        prompts: Sequence[Prompt | str | Sequence[int]],
-        sampling: Sampling | None = None,
-        **more: Any,
-    ) -> list[Rollout]:
-        num_samples = len(prompts) * (sampling.n if sampling is not None else 1)
-        while True:
-            self._shrink()
-            try:
-                return super().generate(prompts, sampling, **more)
-            except (RuntimeError, MemoryError, ValueError) as error:
-                if not out_of_memory(error):
-                    raise
-                pool_given = self.given.pool_pages is not None or self.given.pool_bytes is not None
-                if isinstance(error, ValueError) and pool_given:
-                    raise  # it says so itself, and fewer rows would not make the pool smaller
-                if self.config.rows == 1 or not alone():
-                    rows = self.config.rows
-                    remedy = SMALLER_ROLLOUT if rows == 1 else f"lower engine.rows, which is {rows}"
-                    raise ValueError(f"out of memory while sampling ({self.stage}); {remedy}.") from error
-            self.cache = None
-            self.decoders.clear()
-            in_use = min(self.config.rows, num_samples)
-            while self.config.rows >= max(in_use, 2):  # rows without a sample take no memory to speak of
-                self.guards.halve(self.stage, self.loaded.shape.device)
-                self._shrink()
-            logger.warning(
-                "out of memory while sampling (%s): it starts over, and engine.rows is %d, "
-                "engine.max_prefill_tokens %d from here on.",
-                self.stage,
-                self.config.rows,
-                self.config.max_prefill_tokens,
-            )
-
-    def _shrink(self) -> None:
-        rows = self.guards.part(self.stage, self.given.rows)
-        tokens = self.guards.part(self.stage, self.given.max_prefill_tokens)
-        self.config = replace(self.config, rows=rows, max_prefill_tokens=tokens)
-
-
-def alone() -> bool:
-    """Whether one process is the whole run. With several, one that goes its own way leaves the others waiting."""
-    return not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
 
 
 @contextmanager

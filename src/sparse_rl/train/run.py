@@ -24,6 +24,8 @@ from sparse_rl.train.observer import Observer
 
 logger = logging.getLogger(__name__)
 
+NO_DIFFERENCE = ("trainer.output_dir", "trainer.resume_from_checkpoint")  # where a run lies, and how it goes on
+
 
 class Running(Protocol):
     """What a run asks of the trainer that it belongs to."""
@@ -190,7 +192,7 @@ class Run:
         """Take up a checkpoint's state."""
         self.processes.together(lambda: checkpoint.restore(folder, self.learner, state["num_updates"]))
         settings = json.loads(json.dumps(self.trainer.settings()))
-        changed = differences(state["settings"], settings)
+        changed = differences(state["settings"], settings, NO_DIFFERENCE)
         if changed:
             logger.warning("resuming with other settings: %s.", "; ".join(changed))
         self.step, self.num_tokens, self.best = state["step"], state["num_tokens"], state["best"]

@@ -24,13 +24,14 @@ from sparse_rl.objective.correction import PRESETS, Correction, preset_name
 from sparse_rl.objective.loss import LossConfig
 from sparse_rl.objective.mismatch import overlap_ids
 from sparse_rl.rollout import Engine, EngineConfig, Sampling
+from sparse_rl.rollout.memory import GuardedEngine
 from sparse_rl.score.base_head import BaseHead
 from sparse_rl.score.head import Head
 from sparse_rl.tasks import Graded, Task
 from sparse_rl.train.callbacks import Callbacks
 from sparse_rl.train.config import TrainerConfig, check_model, check_prompts, check_settings
 from sparse_rl.train.folder import task_settings
-from sparse_rl.train.guards import POOL, GuardedEngine, Guards
+from sparse_rl.train.guards import POOL, Guards
 from sparse_rl.train.learner import Learner, OptimizerConfig
 from sparse_rl.train.observer import Observer
 from sparse_rl.train.peaks import MemoryPeaks

@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a folder of results records: its command, and which settings are others now."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+
+import pytest
+
+from sparse_rl.runfolder import command, differences
+
+
+@pytest.mark.parametrize(
+    ("program", "shown"),
+    [
+        ("/usr/bin/sparse-rl", "sparse-rl"),
+        ("/lib/sparse_rl/__main__.py", "sparse-rl"),
+        ("my_sparse_project/mine.py", "my_sparse_project/mine.py"),
+        ("not-sparse-rl", "not-sparse-rl"),
+        ("other/__main__.py", "other/__main__.py"),
+        ("", "''"),
+    ],
+)
+def test_the_command_is_what_a_shell_takes(monkeypatch, program, shown):
+    arguments = ["eval", "--system", "Be brief; it's late", "--problems", "3"]
+    monkeypatch.setattr(sys, "argv", [program, *arguments])
+    assert command().startswith(f"{shown} eval ") and shlex.split(command()) == [shlex.split(shown)[0], *arguments]
+    assert shlex.split(command(["bench", "a b"])) == ["sparse-rl", "bench", "a b"]
+
+
+def test_differences_but_for_what_is_ignored():
+    before = {"a": 1, "b": {"a": 2, "c": 3}, "gone": None}
+    after = {"a": 1, "b": {"a": 5, "c": 4}, "new": 7}
+    assert differences(before, after) == ["b.a 2 is now 5", "b.c 3 is now 4", "new None is now 7"]
+    assert differences(before, after, ("a", "c", "b.a")) == ["b.c 3 is now 4", "new None is now 7"]
+    assert differences(before, after, ("b", "b.a", "b.c", "new")) == []
