@@ -94,7 +94,7 @@ class Run:
             for name in self.evaluation.models:
                 if any(left[cell] for cell in self.cells if cell.model == name):
                     self._model(name, grader)
-                    free(torch.device(self.evaluation.device))
+                    self._free()
             if grader.queue.qsize() > MAX_BATCH:
                 self.observer.on_note(f"all is generated; about {grader.queue.qsize()} answers are still to be graded.")
 
@@ -137,7 +137,7 @@ class Run:
             for cell in sorted(cells, key=lambda cell: self._longest(cell, prompts), reverse=True):
                 self._cell(cell, engine, prompts[cell.benchmark], tokenizer, grader)
             del engine
-            free(loaded.shape.device)
+            self._free()
 
     def _cell(
         self, cell: Cell, engine: GuardedEngine, prompts: Prompts, tokenizer: PreTrainedTokenizerBase, grader: Grader
@@ -178,6 +178,11 @@ class Run:
         grader.close(block, generate_s=time.perf_counter() - began, capture_s=capture_s)
         for pace in (self.whole, self.of_cell):
             pace.finished += len(part) * sampling.n
+
+    def _free(self) -> None:
+        """Make room on a GPU for the next cache or model."""
+        if self.evaluation.device != "cpu":
+            free(torch.device(self.evaluation.device))
 
     def _left(self, cell: Cell) -> int:
         """Problems to do; before its model is loaded the first time, all of the benchmark."""
