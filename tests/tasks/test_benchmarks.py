@@ -224,13 +224,12 @@ def test_columns_of_a_reward_are_asked_for(tmp_path):
     write(tmp_path, "countdown", made(5, nums=[1, 2]))
     with pytest.raises(ValueError, match="line 1 has no target; line 2"):
         problems("countdown", tmp_path)
+    rows = made(3, test="def check(f): ...", entry_point="f")
     for empty in (None, "", []):
-        write(
-            tmp_path,
-            "humaneval",
-            [*made(2, test="def check(f): ...", entry_point="f"), *made(1, test=empty, entry_point="f")],
-        )
+        write(tmp_path, "humaneval", [*rows[:2], rows[2] | {"test": empty}])
         assert look(BENCHMARKS["humaneval"], tmp_path).complaints == ("line 3 has nothing in test",)
+    write(tmp_path, "mbpp_plus", made(3, entry_point="f", base_input=[[1]], plus_input=[], atol=0))
+    assert look(BENCHMARKS["mbpp_plus"], tmp_path).complaints == ()
 
 
 def test_code_problems_say_what_their_tests_expect(tmp_path):
@@ -265,9 +264,7 @@ def test_a_folder_spares_the_hub(tmp_path, hub):
 
 def test_rows_of_the_hub_are_checked(hub):
     hub.sets["HuggingFaceH4/aime_2024"] = [{"id": 1, "problem": "?", "answer": "2"}] * 2
-    with pytest.raises(
-        ValueError, match="aime24 of the hub is damaged: row 2 of hub:.* has the id 'aime24-1' of row 1"
-    ):
+    with pytest.raises(ValueError, match=r"aime24 of the hub is damaged: row 2 of .* has the id 'aime24-1' of row 1"):
         problems("aime24")
 
 
