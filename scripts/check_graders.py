@@ -9,7 +9,6 @@ DIR has a folder a set with test.jsonl or train.jsonl, rows with "answer". A row
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import sys
 import time
@@ -17,6 +16,7 @@ from pathlib import Path
 
 from sparse_rl.grading import Failed
 from sparse_rl.grading.reward import MathReward
+from sparse_rl.tasks.files import read_table
 
 SETS = [
     "gsm8k", "math500", "math", "gaokao2023en", "minerva_math", "olympiadbench", "aime24", "aime25", "aime26", "amc23",
@@ -62,8 +62,8 @@ def rows_of(folder: Path) -> list[str]:
     path = next(
         (folder / f"{split}.jsonl" for split in ("test", "train") if (folder / f"{split}.jsonl").exists()), None
     )
-    lines = path.read_text(encoding="utf-8").splitlines() if path else []
-    return [answer for answer in (json.loads(line)["answer"] for line in lines) if answer.strip()]
+    rows = read_table(str(path)).rows if path else []
+    return [answer for answer in (row.columns["answer"] for row in rows) if answer.strip()]
 
 
 def main() -> int:

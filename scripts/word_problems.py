@@ -31,7 +31,8 @@ from itertools import permutations
 from pathlib import Path
 from typing import Any
 
-from sparse_rl.tasks.boxed import is_number, plain
+from sparse_rl.grading.answer import last_number
+from sparse_rl.grading.numbers import parse_number, without_thousands
 from sparse_rl.tasks.files import read_table
 
 SETS = ("gsm8k", "svamp", "asdiv", "multiarith", "addsub", "singleop", "singleeq")
@@ -116,8 +117,8 @@ def read(path: Path, source: str) -> list[Problem]:
         question = row.get("problem", row.get("question"))
         if not isinstance(question, str):
             raise ValueError(f'{place.where} has no "problem"; mend or remove it.')
-        answer = plain(str(row.get("answer", "")))
-        if is_number(answer):
+        answer = without_thousands(str(row.get("answer", "")).strip("$ "))
+        if parse_number(answer) and last_number(answer) == answer:
             worked = row.get("solution") or row.get("equation") or ""
             problems.append(Problem(question=question, answer=answer, source=source, worked=worked.strip()))
     return problems

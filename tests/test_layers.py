@@ -9,8 +9,8 @@ from pathlib import Path
 import sparse_rl
 
 LINE = (
-    "types metrics runfolder sandbox grading tasks kernels model kv rollout score objective calibrate evaluate train "
-    "plan bench report config cli __main__"
+    "types specs metrics runfolder sandbox grading tasks kernels model kv rollout score objective calibrate evaluate "
+    "train plan bench report config cli __main__"
 )
 ORDER = LINE.split()
 ROOT = Path(sparse_rl.__file__).parent

@@ -40,6 +40,6 @@ def test_one_s_own_data_and_reward_train(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "mine.jsonl: 2 rows, layout trl, longest prompt 12 tokens." in done.stderr
     steps = [line for line in read_log(tmp_path / "runs" / "mine" / "metrics.jsonl") if line["step"]]
-    assert [line["step"] for line in steps] == [1, 2, 3, 4, 5]
+    assert [line["step"] for line in steps] == [1, 2, 3]
     assert all(line["rewards/right_digits/mean"] > 0 and line["kv/saved_frac"] > 0 for line in steps)
-    assert (tmp_path / "runs" / "mine" / "checkpoint-5" / "model.safetensors").exists()
+    assert (tmp_path / "runs" / "mine" / "checkpoint-3" / "model.safetensors").exists()

@@ -518,7 +518,7 @@ def test_a_run_on_one_s_own_rows_and_reward(own, tmp_path):
 def test_a_file_is_a_task_of_its_own(config):
     """Whatever task the config names, and without its settings; several rewards, settings with commas."""
     path = config({"task": {"name": "chain", "letters": 4}})
-    rewards = ["boxed", "overlong:limit=9,buffer=2", 'format:{"pattern": "a{1,2}: b"}']
+    rewards = ["math", "overlong:limit=9,buffer=2", 'format:{"pattern": "a{1,2}: b"}']
     for given, expected in ((json.dumps(rewards), rewards), (rewards[1], rewards[1:2]), (rewards[2], rewards[2:])):
         settings = resolved("--config", path, "--task.train_file=mine.jsonl", "--task.rewards", given)
         assert (settings["task.name"], settings["task.train_file"]) == ("rows", "mine.jsonl")

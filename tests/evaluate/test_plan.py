@@ -33,15 +33,15 @@ def test_a_cache_by_name(spec, policy):
     [
         ("rvk:64", "did you mean 'rkv'"),
         ("", "choose one of"),
-        ("full:64", "kv.budget is not a setting of policy 'full'"),
-        ("rkv:sixty", "kv.budget is 'sixty', which is not a whole number"),
-        ("rkv:64.5", "not a whole number"),
+        ("full:64", "'budget' is not a setting of 'full'; it takes none"),
+        ("rkv:sixty", "budget is 'sixty'; it takes a whole number"),
+        ("rkv:64.5", "it takes a whole number"),
         ("rkv:64,32", "'32' is not of the form key=value"),
         ("rkv:budget=", "'budget=' is not of the form key=value"),
-        ("rkv:64,budget=32", "gives budget twice"),
+        ("rkv:64,budget=32", "budget is given twice"),
         ("rkv:64,intervall=3", "did you mean 'interval'"),
         ("rkv:1", "the protected entries alone are"),
-        ("rkv:64,protect_prompt=maybe", "it must be true or false"),
+        ("rkv:64,protect_prompt=maybe", "it takes true or false"),
     ],
 )
 def test_a_cache_that_is_none(spec, said):

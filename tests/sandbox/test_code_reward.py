@@ -142,6 +142,14 @@ def test_long_results_count_and_impossible_ones_are_passed_over(reward):
     assert score(reward, [row["answer"], last, short], **row) == [1.0, 0.0, 1.0]
 
 
+def test_rows_without_tests_are_refused_before_any_runs():
+    reward = CodeReward(Sandbox(None, Limits()), 1)
+    assert reward.check({"tests": ["assert f() == 1"], "test": ""}) is None
+    assert reward.check({"base_input": [[1]], "plus_input": [], "entry_point": "f", "answer": "def f(x): ..."}) is None
+    for row in ({"answer": "3"}, {"tests": []}, {"tests": "not JSON"}, {"tests": 3}, {"test": "", "entry_point": "f"}):
+        assert reward.check(row).startswith("has no tests that can be read (")
+
+
 @confined
 def test_limits_are_the_users():
     slow = "import time\ndef f():\n    time.sleep(1.5)\n    return 1"

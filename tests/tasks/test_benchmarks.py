@@ -186,7 +186,8 @@ def test_answers_and_ids_become_strings(tmp_path):
     ("row", "complaint"),
     [
         ('{"id": 1, "problem": ', "line {} is not JSON"),
-        ("[1, 2]", "line {} is not a JSON object"),
+        ("[1, 2]", "line {} is a list; a row is an object"),
+        ('{"id": 1, "id": 2, "problem": "?", "answer": "2"}', "line {} is not JSON (the key 'id' stands there twice)"),
         ({"id": "x", "problem": "?"}, "line {} has no answer"),
         ({"answer": "2"}, "line {} has no id, problem"),
         ({"id": "x", "problem": " ", "answer": "2"}, "line {} has no problem that is a text"),
@@ -210,7 +211,11 @@ def test_much_damage_is_counted(tmp_path):
     write(tmp_path, "amc23", ["{"] * 10)
     with pytest.raises(ValueError, match=r"line 1 is .*; line 3 is .*; and 7 more\."):
         problems("amc23", tmp_path)
-    for content, complaint in ((b"", "it has no rows"), (b"\n\n", "it has no rows"), (b'{"\xff', "byte 2 is not text")):
+    for content, complaint in (
+        (b"", "it has no rows"),
+        (b"\n\n", "it has no rows"),
+        (b'{"\xff', "line 1 of test.jsonl is not text in UTF-8"),
+    ):
         (tmp_path / "amc23" / "test.jsonl").write_bytes(content)
         assert look(BENCHMARKS["amc23"], tmp_path).complaints[0].startswith(complaint)
 
@@ -219,6 +224,12 @@ def test_columns_of_a_reward_are_asked_for(tmp_path):
     write(tmp_path, "countdown", made(5, nums=[1, 2]))
     with pytest.raises(ValueError, match="line 1 has no target; line 2"):
         problems("countdown", tmp_path)
+    rows = made(3, test="def check(f): ...", entry_point="f")
+    for empty in (None, "", []):
+        write(tmp_path, "humaneval", [*rows[:2], rows[2] | {"test": empty}])
+        assert look(BENCHMARKS["humaneval"], tmp_path).complaints == ("line 3 has nothing in test",)
+    write(tmp_path, "mbpp_plus", made(3, entry_point="f", base_input=[[1]], plus_input=[], atol=0))
+    assert look(BENCHMARKS["mbpp_plus"], tmp_path).complaints == ()
 
 
 def test_code_problems_say_what_their_tests_expect(tmp_path):
@@ -242,7 +253,7 @@ def test_rows_of_the_hub(name, hub, caplog):
     assert hub.asked == [(known.path, known.config, known.split)]
     assert f"{name} has 1 rows here" in caplog.text
     hub.sets[known.path] = [{"question_text": "?"}]
-    with pytest.raises(ValueError, match=r"could not be read \(it has no column '"):
+    with pytest.raises(ValueError, match=r"hub:.* has no column '"):
         problems(name)
 
 
@@ -253,14 +264,14 @@ def test_a_folder_spares_the_hub(tmp_path, hub):
 
 def test_rows_of_the_hub_are_checked(hub):
     hub.sets["HuggingFaceH4/aime_2024"] = [{"id": 1, "problem": "?", "answer": "2"}] * 2
-    with pytest.raises(ValueError, match="aime24 of the hub is damaged: row 1 has the id 'aime24-1' of row 0"):
+    with pytest.raises(ValueError, match=r"aime24 of the hub is damaged: row 2 of .* has the id 'aime24-1' of row 1"):
         problems("aime24")
 
 
 def test_what_cannot_be_found_is_said_with_the_remedy(tmp_path, hub, monkeypatch):
     with pytest.raises(ValueError, match="no data folder is given") as error:
         problems("aime24")
-    assert "HuggingFaceH4/aime_2024 could not be read (ConnectionError: no route to the hub)" in str(error.value)
+    assert "HuggingFaceH4/aime_2024:train cannot be read from the hub (ConnectionError: no route)" in str(error.value)
     assert "Write its 30 rows (id, problem, answer; " in str(error.value) and "give --data-dir" in str(error.value)
     with pytest.raises(ValueError, match=f"there is no {tmp_path}/mbpp_plus/test.jsonl") as error:
         problems("mbpp_plus", tmp_path)
@@ -302,9 +313,11 @@ def test_lookups_are_generated(spec):
         ("gsm8k:pairs=2", "gsm8k takes no settings"),
         ("lookup:pairs=1", "pairs is 1; .* it must lie between 2 and"),
         ("lookup:pairs=71", "it must lie between 2 and 70"),
-        ("lookup:pairs=x", "pairs must be a whole number"),
-        ("lookup:rows=3", "'rows=3' is none of pairs=15"),
-        ("lookup:15", "'15' is none of pairs=15"),
+        ("lookup:pairs=x", "benchmark .lookup:pairs=x.: pairs is 'x'; it takes a whole number"),
+        ("lookup:rows=3", "'rows' is not a setting of 'lookup'; it takes pairs, keys, digits"),
+        ("lookup:15", "'15' is not of the form key=value"),
+        ("lookup:", "nothing follows the colon"),
+        ("lookup:pairs=15,pairs=20", "pairs is given twice"),
         ("lookup:keys=names", "keys is 'names'"),
         ("../gsm8k", "is unknown"),
     ],

@@ -234,6 +234,8 @@ def test_a_row_that_a_reward_cannot_grade_is_named(build):
         ("countdown", {"nums": "1 2"}, "line 2 of .* has nums '1 2' and target 3"),
         ("countdown", {"target": "3"}, "line 2 of .* has nums .* and target '3'"),
         ("exact", {"answer": None}, 'line 2 of .* has no "answer"; mend or remove it .reward .exact'),
+        ("math", {"answer": None}, 'line 2 of .* has no right answer in "answer"'),
+        ("math", {"answer": " "}, 'line 2 of .* has no right answer in "answer"'),
         ("last_number", {}, "line 1 of .* has the answer 'x', which is not a number"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import random
+import time
 from fractions import Fraction
 
 import pytest
@@ -92,6 +93,10 @@ def test_overlong_is_dapo_s_penalty():
         ("so \\boxed{(5+3)\\times 2}", [3, 5, 2], 16, 1),
         ("first 5 + 3 = 8\n(5 + 3) * 2 = 16\n", [3, 5, 2], 16, 1),
         ("<answer>1+1</answer> no, <answer>(5+3)*2</answer>", [3, 5, 2], 16, 1),
+        ("in <answer> tags: <answer>(5+3)*2</answer>, that is </answer>", [3, 5, 2], 16, 0),
+        ("in <answer> tags: <answer>(5+3)*2</answer>", [3, 5, 2], 16, 1),
+        ("<answer>(5+3)*2</answer> and <answer>", [3, 5, 2], 16, 1),
+        ("</answer> (5+3)*2", [3, 5, 2], 16, 0),
         ("<answer>8/(3-8/3)</answer>", [8, 3, 8, 3], 24, 1),
         ("<answer>-3 + 5</answer>", [3, 5], 2, 1),
         ("<answer>8 * 2</answer>", [3, 5, 2], 16, 0),  # not all the numbers
@@ -162,7 +167,7 @@ def test_any_text_has_a_score(text):
 
 WRONG = {
     "unknown setting": ("exact:case=true", "'case' is not a setting of 'exact'; it takes ignore_case."),
-    "a setting for none": ("boxed:x=1", "'x' is not a setting of 'boxed'; it takes none."),
+    "a setting for none": ("last_number:x=1", "'x' is not a setting of 'last_number'; it takes none."),
     "missing setting": ("overlong:limit=3", "'buffer' is missing; write overlong:buffer=..."),
     "no settings": ("overlong", "'limit' is missing"),
     "not key=value": ("format:pattern=a{1,2}", "'2}' is not of the form key=value; where a value has a comma in it"),
@@ -171,9 +176,9 @@ WRONG = {
     "not a pattern": ("format:pattern=(", "is not a regular expression"),
     "buffer beyond limit": ("overlong:limit=3,buffer=4", "limit is 3 and buffer 4; give whole numbers"),
     "buffer 0": ("overlong:limit=3,buffer=0", "limit is 3 and buffer 0"),
-    "limit is a word": ("overlong:limit=long,buffer=1", "limit is 'long'"),
+    "limit is a word": ("overlong:limit=long,buffer=1", "limit is 'long'; it takes a whole number."),
     "unknown name": ("exakt", "did you mean 'exact'?"),
-    "no such reward": ("zzz", "nor one of boxed"),
+    "no such reward": ("zzz", "nor one of code"),
     "no such model": ("model:path=/no/such/folder", "reward model '/no/such/folder' cannot be loaded"),
 }
 
@@ -186,10 +191,37 @@ def test_a_wrong_spec_is_one_sentence(case):
     assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_values_are_read_as_in_json_or_as_text(monkeypatch):
-    got = []
-    monkeypatch.setitem(REWARDS, "probe", lambda grading, a=None, b=None, c=None: got.append((a, b, c)))
-    build_reward("probe:a=1e-3,b=true,c=x=y")
-    build_reward('probe:{"a": "1,2", "b": [1]}')
-    build_reward("probe:c=folder/model")
-    assert got == [(0.001, True, "x=y"), ("1,2", [1], None), (None, None, "folder/model")]
+def test_settings_have_their_types():
+    assert score("exact:ignore_case=False", "paris", answer="Paris") == 0
+    assert build_reward("overlong:limit=9,buffer=2") == build_reward('overlong:{"limit": 9, "buffer": 2}')
+    for spec, said in (
+        ("exact:ignore_case=no", "ignore_case is 'no'; it takes true or false."),
+        ("countdown:format_score=high", "format_score is 'high'; it takes a number."),
+        ("code:timeout_s=x", "timeout_s is 'x'; it takes a number."),
+        ("code:memory_mb=1.5", "memory_mb is '1.5'; it takes a whole number."),
+        ("overlong:limit=5,limit=9,buffer=2", "limit is given twice; give it once."),
+    ):
+        with pytest.raises(ValueError, match="reward") as caught:
+            build_reward(spec)
+        assert str(caught.value) == f"reward {spec!r}: {said}"
+
+
+def test_a_reward_that_is_gone_says_what_replaces_it():
+    with pytest.raises(ValueError, match="reward 'boxed' is gone; give math"):
+        build_reward("boxed")
+
+
+@pytest.mark.parametrize("name", sorted(set(REWARDS) - {"code", "math", "model"}))
+def test_no_text_takes_long(name):
+    """Those that grade here, without a time limit: 100 kB of what searches stumble over."""
+    kinds = {"overlong": ["limit=9,buffer=2"], "format": ["kind=boxed", "kind=think", "kind=think_answer"]}
+    rewards = [build_reward(f"{name}:{settings}") for settings in kinds.get(name, [])] or [build_reward(name)]
+    parts = ["<answer>", "</answer>", "<think>", "</think>", "\\boxed{", "}", "9", " ", "\n", ",111", "-", "1/", "("]
+    parts += ["</think><answer>", "<answer></answer>", random.choice(parts) + random.choice(parts)]
+    for part in parts:
+        for first, last in (("", "x"), ("<think>", "1")):
+            text = first + part * (100_000 // len(part)) + last
+            for reward in rewards:
+                start = time.perf_counter()
+                reward(prompts=[""], completions=[text], completion_ids=[[0]], answer=["1"], nums=[[1]], target=[1])
+                assert time.perf_counter() - start < 1.5, (part, "0.05 s on a quiet core")

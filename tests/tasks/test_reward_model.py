@@ -61,6 +61,16 @@ def test_a_text_that_is_too_long_is_left_out(tmp_path):
     assert second == Failed("17 tokens, and the reward model reads 1 to 16")
 
 
+def test_an_error_does_not_leave_it_on_the_gpu(tmp_path, monkeypatch):
+    """With its weights held back on the CPU, the forward on another device raises."""
+    reward, moved = build_reward(write(tmp_path) + ",device=cpu"), []
+    monkeypatch.setattr(reward, "device", "cuda")
+    monkeypatch.setattr(reward.model, "to", moved.append)
+    with pytest.raises((RuntimeError, AssertionError)):
+        reward(prompts=["a"], completions=["b"])
+    assert moved == ["cuda", "cpu"]
+
+
 def test_what_is_no_reward_model_is_refused(tmp_path):
     with pytest.raises(ValueError, match="has 2 labels; a reward is one number"):
         build_reward(write(tmp_path / "two", labels=2))

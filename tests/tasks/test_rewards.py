@@ -314,23 +314,23 @@ def without_times(run):
 
 def test_nothing_is_lost_when_a_reward_fails(tmp_path):
     run, whole = tmp_path / "run", tmp_path / "whole"
-    small_trainer(whole, task=Task(digits(None)), steps=3).train()
+    small_trainer(whole, task=Task(digits(None)), steps=2).train()
     with pytest.raises(ValueError, match="reward function 'digits' raised RuntimeError: the judge is away"):
-        small_trainer(run, task=Task(digits(3)), steps=3).train()
-    assert without_times(run) == without_times(whole)[:3], "steps 0, 1 and 2"
+        small_trainer(run, task=Task(digits(2)), steps=2).train()
+    assert without_times(run) == without_times(whole)[:2], "steps 0 and 1"
     for name in ("completions.jsonl", "rejected.jsonl"):
         kept = (run / name).read_bytes()
         assert (whole / name).read_bytes().startswith(kept)
     assert (run / "completions.jsonl").read_bytes()
-    assert [path.name for path in checkpoint.checkpoints(run)] == ["checkpoint-1", "checkpoint-2"]
+    assert [path.name for path in checkpoint.checkpoints(run)] == ["checkpoint-1"]
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     with pytest.raises(ValueError, match="resume it with"):
-        small_trainer(run, task=Task(digits(None)), steps=3).train()
+        small_trainer(run, task=Task(digits(None)), steps=2).train()
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
 
-    small_trainer(run, task=Task(digits(None)), steps=3, resume_from_checkpoint=True).train()
+    small_trainer(run, task=Task(digits(None)), steps=2, resume_from_checkpoint=True).train()
     assert without_times(run) == without_times(whole)
     for name in ("completions.jsonl", "rejected.jsonl"):
         assert (run / name).read_bytes() == (whole / name).read_bytes()
-    ours, theirs = (checkpoint.read_masters(folder / "checkpoint-3") for folder in (run, whole))
+    ours, theirs = (checkpoint.read_masters(folder / "checkpoint-2") for folder in (run, whole))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)

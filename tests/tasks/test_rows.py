@@ -168,7 +168,7 @@ WRONG_FUNCTIONS = {
     "missing module": ("no_such_module:f", "'no_such_module:f' cannot be imported: ModuleNotFoundError"),
     "missing function": ("math:no_such_function", "math has no function 'no_such_function'"),
     "not a function": ("math:pi", "math has no function 'pi'"),
-    "no colon": ("hypot", "is not of the form .*, nor one of boxed"),
+    "no colon": ("hypot", "is not of the form .*, nor one of code"),
     "nearly a name": ("last_numbr", "did you mean 'last_number'"),
     "nearly a name with settings": ("overlog:limit=3,buffer=1", "Did you mean 'overlong'"),
     "no function": ("math:", "is not of the form"),

@@ -28,17 +28,12 @@ level and subject are optional; code sets have columns with their tests, which t
 in the package, lookup is generated, and where the Hugging Face hub has a set, `sparse-rl eval` reads it from there.
 Every other *.jsonl of DIR's folders (training files) is read and counted too. Nothing is downloaded.
 
-Exit status 0: what is there is well, whatever is missing; 1: a file is damaged (not JSON, keys missing, an id twice).
+Exit status 0: what is there is well, whatever is missing; 1: a file is damaged (not JSON, keys missing or empty, an id
+twice).
 
   sparse-rl data check
   sparse-rl data check --data-dir ~/data
 """
-
-OVERLAP = (
-    "simplerl_hard holds 2936 problems of math/test, none of math500: after training on it, evaluate on math500, "
-    "never on math/test."
-)
-SUBSET = "math500 is a part of math/test: who trains on math/test cannot evaluate on either."
 
 
 def run(arguments: list[str]) -> None:
@@ -63,7 +58,7 @@ def run(arguments: list[str]) -> None:
         print()
         _print_columns([("other file", "rows"), *((str(path), str(rows)) for path, (rows, _) in others.items())])
         complaints |= {path: wrong for path, (_, wrong) in others.items()}
-    _print_list("cautions:", _cautions(folder, BENCHMARKS, found))
+    _print_list("cautions:", _cautions(BENCHMARKS, found))
     _print_missing([BENCHMARKS[name] for name, each in found.items() if each.where == "missing"])
     damage = [f"{path}: {wrong}" for path, each in complaints.items() for wrong in shortened(each)]
     _print_list("damaged; mend these files or fetch them again:", damage)
@@ -85,13 +80,13 @@ def _other_files(folder: Path, known: set[Path]) -> dict[Path, tuple[int, tuple[
     results = {}
     for path in sorted(set(folder.glob("*/*.jsonl")) - known):
         rows, complaints = read_lines(path)
-        if any(isinstance(row, dict) and "problem" in row for _, row in rows):
+        if any("problem" in row.columns for row in rows):
             complaints += check_rows(rows)[1]
         results[path] = len(rows), tuple(complaints)
     return results
 
 
-def _cautions(folder: Path | None, benchmarks: dict[str, Benchmark], found: dict[str, Found]) -> list[str]:
+def _cautions(benchmarks: dict[str, Benchmark], found: dict[str, Found]) -> list[str]:
     said = []
     for name, each in found.items():
         if each.where == "missing":
@@ -102,10 +97,6 @@ def _cautions(folder: Path | None, benchmarks: dict[str, Benchmark], found: dict
             said.append(f"{name}: {len(each.unanswered)} rows have no answer and are left out.")
         if caution := benchmarks[name].caution:
             said.append(f"{name}: {caution}.")
-    if folder and (folder / "simplerl_hard").is_dir():
-        said.append(OVERLAP)
-    if folder and (folder / "math" / "test.jsonl").is_file():
-        said.append(SUBSET)
     return said
 
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field
 from itertools import product
-from types import UnionType
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 from sparse_rl.evaluate.protocols import PROTOCOLS, Settings
-from sparse_rl.kv import POLICIES, KVPolicy, build_policy
+from sparse_rl.kv import POLICIES, KVPolicy
 from sparse_rl.rollout import EngineConfig, Sampling
+from sparse_rl.specs import build
 from sparse_rl.tasks.prompts import Style, named_template
 from sparse_rl.tasks.rewards import GradingConfig
 
@@ -130,38 +130,4 @@ class Evaluation:
 
 def parse_cache(spec: str) -> KVPolicy:
     """The policy that `full`, `rkv:128` or `rkv:budget=128,interval=32` stands for."""
-    name, _, rest = spec.partition(":")
-    settings: dict[str, Any] = {}
-    for i, part in enumerate(filter(None, rest.split(","))):
-        key, equals, value = part.partition("=")
-        if not equals and i == 0:
-            key, value = "budget", part
-        elif not equals or not value:
-            raise ValueError(f"cache {spec!r}: {part!r} is not of the form key=value.")
-        if key in settings:
-            raise ValueError(f"cache {spec!r} gives {key} twice; give it once.")
-        settings[key] = value
-    try:
-        hints = get_type_hints(POLICIES[name]) if name in POLICIES else {}
-        typed = {key: _typed(key, value, hints.get(key, str)) for key, value in settings.items()}
-        return build_policy(name, **typed)
-    except ValueError as error:
-        raise ValueError(f"cache {spec!r}: {error}") from error
-
-
-def _typed(key: str, text: str, hint: Any) -> Any:
-    """A setting as its field has it."""
-    kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)
-    if bool in kinds:
-        if text.lower() not in ("true", "false"):
-            raise ValueError(f"kv.{key} is {text!r}; it must be true or false.")
-        return text.lower() == "true"
-    for kind in (int, float):
-        if kind in kinds:
-            try:
-                return kind(text)
-            except ValueError:
-                continue
-    if int in kinds or float in kinds:
-        raise ValueError(f"kv.{key} is {text!r}, which is not a {'' if float in kinds else 'whole '}number.")
-    return text
+    return build("cache", spec, POLICIES, first="budget")

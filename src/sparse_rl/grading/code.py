@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+from sparse_rl.grading.completion import text_of
 from sparse_rl.grading.outcome import Failed
 from sparse_rl.sandbox.extract import extract_program
 from sparse_rl.sandbox.isolation import isolation
@@ -49,16 +50,23 @@ class CodeReward:
         """How one completion fares, and why."""
         return suite_of(row).judge(extract_program(completion), self.sandbox)
 
+    def check(self, columns: dict[str, Any]) -> str | None:
+        """What is wrong with a row, if anything; an empty column is none."""
+        try:
+            suite_of({name: value for name, value in columns.items() if value not in ("", [])})
+        except Exception as error:  # whatever a row may hold in place of tests
+            return f"has no tests that can be read ({type(error).__name__}: {error})"
+        return None
+
     def __call__(
         self, prompts: Sequence[Any], completions: Sequence[Any], completion_ids: Any = None, **columns: Any
     ) -> list[float | Failed]:
         lists = {name: values for name, values in columns.items() if isinstance(values, list)}  # TRL adds what is none
         rows = [{name: values[i] for name, values in lists.items()} for i in range(len(completions))]
-        texts = [given if isinstance(given, str) else given[-1]["content"] for given in completions]
         suites = [suite_of(row) for row in rows]  # a row without tests is an error before anything runs
         pool = ThreadPoolExecutor(self.workers, thread_name_prefix="code")
         try:
-            programs = [extract_program(text) for text in texts]
+            programs = [extract_program(text_of(completion)) for completion in completions]
             jobs = [
                 pool.submit(suite.judge, program, self.sandbox) for suite, program in zip(suites, programs, strict=True)
             ]

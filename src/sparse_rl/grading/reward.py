@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from sparse_rl.grading.answer import after_answer_is, last_boxed
+from sparse_rl.grading.completion import text_of
 from sparse_rl.grading.outcome import Failed
 from sparse_rl.grading.workers import Workers
 
@@ -36,21 +37,22 @@ class MathReward:
         none = [None] * len(completions)
         if answer is None and answers is None and solution is None:
             raise ValueError('the math reward needs a column "answer", "answers" or "solution"; the dataset has none.')
-        rights = [
-            right_answer(first) or right_answer(second) or solved(third)
-            for first, second, third in zip(answer or none, answers or none, solution or none, strict=True)
-        ]
+        rights = list(map(right_of, answer or none, answers or none, solution or none))
         futures = [
             right and self.workers.submit({"completion": text_of(completion), "right": right})
             for completion, right in zip(completions, rights, strict=True)
         ]
         return [future.result() if future else None for future in futures]
 
+    def check(self, columns: dict[str, Any]) -> str | None:
+        """What is wrong with a row, if anything."""
+        right = right_of(columns.get("answer"), columns.get("answers"), columns.get("solution"))
+        return None if right else 'has no right answer in "answer", "answers" or "solution"'
 
-def text_of(completion: Any) -> str:
-    """A completion's text: itself, or what its last message says."""
-    text = completion if isinstance(completion, str) else completion[-1]["content"]
-    return text if isinstance(text, str) else "".join(part.get("text", "") for part in text or ())
+
+def right_of(answer: Any, answers: Any, solution: Any) -> str | list[str] | None:
+    """The right answer of a row with these columns."""
+    return right_answer(answer) or right_answer(answers) or solved(solution)
 
 
 def right_answer(value: Any) -> str | list[str] | None:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from difflib import get_close_matches
 from typing import Any
 
 from sparse_rl.kv.full import Full
@@ -12,6 +11,7 @@ from sparse_rl.kv.policy import EvictPolicy, KVPolicy
 from sparse_rl.kv.rkv import RKV
 from sparse_rl.kv.snapkv import SnapKV
 from sparse_rl.kv.streaming import Streaming
+from sparse_rl.specs import suggestion
 
 POLICIES: dict[str, type[KVPolicy]] = {policy.name: policy for policy in (Full, Streaming, SnapKV, RKV)}
 
@@ -21,17 +21,10 @@ __all__ = ["POLICIES", "RKV", "EvictPolicy", "Full", "KVPolicy", "SnapKV", "Stre
 def build_policy(policy: str = "full", **settings: Any) -> KVPolicy:
     """The named policy with these settings; an unknown name or setting is an error that suggests the right one."""
     if policy not in POLICIES:
-        raise ValueError(
-            f"kv.policy is {policy!r}{_suggestion(policy, POLICIES)}; choose one of {', '.join(POLICIES)}."
-        )
+        raise ValueError(f"kv.policy is {policy!r}{suggestion(policy, POLICIES)}; choose one of {', '.join(POLICIES)}.")
     known = [field.name for field in fields(POLICIES[policy])]
     for key in settings:
         if key not in known:
             takes = f"it takes {', '.join(known)}" if known else "it takes no settings"
-            raise ValueError(f"kv.{key} is not a setting of policy {policy!r}{_suggestion(key, known)}; {takes}.")
+            raise ValueError(f"kv.{key} is not a setting of policy {policy!r}{suggestion(key, known)}; {takes}.")
     return POLICIES[policy](**settings)
-
-
-def _suggestion(word: str, known: Any) -> str:
-    close = get_close_matches(word, list(known), n=1)
-    return f" (did you mean {close[0]!r}?)" if close else ""

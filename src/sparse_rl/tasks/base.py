@@ -37,11 +37,6 @@ Given = Sequence[float | Failed | None]
 Reward = Callable[..., Given | Awaitable[Given]]
 
 
-def text_of(completion: Any) -> str:
-    """What the model wrote: the completion itself, or the content of a chat's last message."""
-    return str(completion if isinstance(completion, str) else completion[-1]["content"])
-
-
 class Task(Protocol):
     """A task as the trainer sees it."""
 

@@ -8,17 +8,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-Row = dict[str, Any]
+from sparse_rl.tasks.files import HUB, Row, read_table, read_text, scan_lines
 
-
-class HubError(Exception):
-    """Why a data set cannot be had from the hub."""
+Problem = dict[str, Any]
+MAY_BE_EMPTY = ("plus_input",)  # a task of MBPP+ has none
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,79 +26,59 @@ class Hub:
     path: str
     config: str | None
     split: str
-    convert: Callable[[Row, int], Row]
+    convert: Callable[[Problem, int], Problem]
 
     def rows(self) -> list[Row]:
         """Its rows, brought from the hub or its cache, in our layout."""
+        source = HUB + ":".join(filter(None, (self.path, self.config, self.split)))
+        rows = read_table(source).rows
         try:
-            from datasets import load_dataset
-        except ImportError as error:
-            raise HubError("the package datasets is missing: pip install 'sparse-rl[data]'") from error
-        try:
-            loaded = list(load_dataset(self.path, self.config, split=self.split))
-        except Exception as error:  # whatever the network, the hub or its cache may say
-            raise HubError(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}") from error
-        try:
-            return [self.convert(row, number) for number, row in enumerate(loaded)]
+            return [Row(row.where, self.convert(row.columns, number)) for number, row in enumerate(rows)]
         except KeyError as error:
-            raise HubError(f"it has no column {error}") from error
+            raise ValueError(f"{source} has no column {error}") from error
 
 
-def read_lines(path: Path) -> tuple[list[tuple[str, Any]], list[str]]:
-    """The JSON values of a file, each with where it stands, and what is wrong with the other lines."""
-    values: list[tuple[str, Any]] = []
-    complaints = []
+def read_lines(path: Path) -> tuple[list[Row], list[str]]:
+    """The rows of a JSONL file, and what is wrong with its other lines."""
     try:
-        text = path.read_bytes().decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        return [], [f"byte {error.start} is not text in UTF-8"]
-    for number, line in enumerate(text.split("\n"), start=1):  # other separators may stand inside a problem
-        if not line.strip():
-            continue
-        try:
-            values.append((f"line {number}", json.loads(line)))
-        except (ValueError, RecursionError) as error:
-            complaints.append(f"line {number} is not JSON ({error})")
-    return values, complaints if values or complaints else ["it has no rows"]
+        found = list(scan_lines(read_text(path.read_bytes(), path.name)))
+    except ValueError as error:
+        return [], [str(error)]
+    rows = [Row(where, value) for where, value in found if isinstance(value, dict)]
+    wrong = [f"{where} {value}" for where, value in found if isinstance(value, ValueError)]
+    return rows, wrong if found else ["it has no rows"]
 
 
-def read_rows(path: Path, columns: tuple[str, ...] = ()) -> tuple[list[Row], list[str]]:
-    """The rows of a JSONL file that are well, and what is wrong with the others, a sentence part each."""
-    lines, not_json = read_lines(path)
-    good, complaints = check_rows(lines, columns)
-    return good, not_json + complaints
-
-
-def check_rows(rows: Iterable[tuple[str, Any]], columns: tuple[str, ...] = ()) -> tuple[list[Row], list[str]]:
+def check_rows(rows: Iterable[Row], columns: tuple[str, ...] = ()) -> tuple[list[Problem], list[str]]:
     """The rows that are well, ids and answers as strings, and what is wrong with the others.
 
-    Each comes with where it stands. An answer may be empty; it may not be absent.
+    An answer may be empty; it may not be absent. The `columns` are there and not empty.
     """
-    good: list[Row] = []
+    good: list[Problem] = []
     complaints = []
     seen: dict[str, str] = {}
-    for where, row in rows:
-        if not isinstance(row, dict):
-            complaints.append(f"{where} is not a JSON object")
-        elif missing := [key for key in ("id", "problem", "answer", *columns) if key not in row]:
+    for row in rows:
+        where, problem = row.where, row.columns
+        if missing := [key for key in ("id", "problem", "answer", *columns) if key not in problem]:
             complaints.append(f"{where} has no {', '.join(missing)}")
-        elif not isinstance(row["problem"], str) or not row["problem"].strip():
+        elif empty := [key for key in columns if problem[key] in (None, "", []) and key not in MAY_BE_EMPTY]:
+            complaints.append(f"{where} has nothing in {', '.join(empty)}")
+        elif not isinstance(problem["problem"], str) or not problem["problem"].strip():
             complaints.append(f"{where} has no problem that is a text")
-        elif isinstance(row["answer"], bool) or not isinstance(row["answer"], str | int | float | None):
-            complaints.append(f"{where} has the answer {str(row['answer'])[:40]!r}, which is neither text nor number")
-        elif (name := str(row["id"])) in seen:
+        elif isinstance(answer := problem["answer"], bool) or not isinstance(answer, str | int | float | None):
+            complaints.append(f"{where} has the answer {str(answer)[:40]!r}, which is neither text nor number")
+        elif (name := str(problem["id"])) in seen:
             complaints.append(f"{where} has the id {name!r} of {seen[name]}")
         else:
             seen[name] = where
-            answer = "" if row["answer"] is None else str(row["answer"])
-            good.append(row | {"id": name, "answer": answer})
+            good.append(problem | {"id": name, "answer": "" if answer is None else str(answer)})
     return good, complaints
 
 
-def renamed(prefix: str, **columns: str) -> Callable[[Row, int], Row]:
+def renamed(prefix: str, **columns: str) -> Callable[[Problem, int], Problem]:
     """A conversion from columns, ours="theirs"; ids are `prefix` with their id, or with the row's number if unnamed."""
 
-    def convert(row: Row, number: int) -> Row:
+    def convert(row: Problem, number: int) -> Problem:
         ours = {key: row[theirs] for key, theirs in columns.items()}
         answer = ours["answer"]
         if isinstance(answer, list):  # OlympiadBench: one string, or several answers
@@ -112,12 +90,12 @@ def renamed(prefix: str, **columns: str) -> Callable[[Row, int], Row]:
     return convert
 
 
-def mbpp_text(row: Row) -> Row:
+def mbpp_text(row: Problem) -> Problem:
     """MBPP says the function's name only in its tests, so they belong to the problem."""
     return row | {"problem": f"{row['problem']}\nYour code must pass these tests:\n" + "\n".join(row["test_list"])}
 
 
-def livecodebench_text(row: Row) -> Row:
+def livecodebench_text(row: Problem) -> Problem:
     """How the program gets its input: through the starter code's function, or from stdin."""
     if row.get("starter_code"):
         more = f"Complete this code:\n```python\n{row['starter_code'].rstrip()}\n```"
@@ -126,6 +104,6 @@ def livecodebench_text(row: Row) -> Row:
     return row | {"problem": f"{row['problem']}\n\n{more}"}
 
 
-def gaokao_subject(row: Row) -> Row:
+def gaokao_subject(row: Problem) -> Problem:
     """The exam without the number of the question: 2023BJ.../01Q.en is 2023BJ..."""
     return row | {"subject": row["subject"].split("/")[0]} if row.get("subject") else row

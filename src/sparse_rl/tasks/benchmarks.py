@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
+from sparse_rl.specs import build
 from sparse_rl.tasks import benchmark_rows as rows_of
-from sparse_rl.tasks.benchmark_rows import Hub, HubError, Row, check_rows, read_rows, renamed
+from sparse_rl.tasks.benchmark_rows import Hub, Problem, check_rows, read_lines, renamed
 from sparse_rl.tasks.lookup import Lookup
 
 logger = logging.getLogger(__name__)
@@ -41,8 +42,9 @@ class Benchmark:
     restriction: str | None = None
     hub: Hub | None = None
     columns: tuple[str, ...] = ()  # what its reward needs beside the answer
-    text: Callable[[Row], Row] | None = None  # completes the problem, where a row's text alone does not say enough
+    text: Callable[[Problem], Problem] | None = None  # completes a problem that does not say enough
     caution: str | None = None
+    lookup: Lookup | None = None  # how its problems are generated
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +53,7 @@ class Found:
 
     where: Literal["folder", "package", "generated", "hub", "missing"]
     path: Path | None = None
-    rows: tuple[Row, ...] = ()
+    rows: tuple[Problem, ...] = ()
     complaints: tuple[str, ...] = ()  # what is damaged
 
     @property
@@ -71,6 +73,8 @@ CATALOGUE = (
     Benchmark("gsm8k", "words", 1319, "math", "MIT", "github.com/openai/grade-school-math"),
     Benchmark(
         "math500", "maths", 500, "math", "MIT", SIMPLERL,
+        caution="a part of math/test; simplerl_hard holds 2936 other problems of math/test and none of these, so after "
+        "training on it evaluate on math500, never on math/test",
         hub=Hub("HuggingFaceH4/MATH-500", None, "test", renamed(
             "math500-", id="unique_id", problem="problem", answer="answer", level="level", subject="subject")),
     ),
@@ -143,7 +147,7 @@ CATALOGUE = (
         "countdown", "countdown", 2000, "countdown", "Apache-2.0", "github.com/Jiayi-Pan/TinyZero",
         columns=("nums", "target"),
     ),
-    Benchmark("lookup", "lookup", LOOKUPS, "right_value", "Apache-2.0", "generated"),
+    Benchmark("lookup", "lookup", LOOKUPS, "right_value", "Apache-2.0", "generated", lookup=Lookup()),
 )  # fmt: skip
 BENCHMARKS: dict[str, Benchmark] = {benchmark.name: benchmark for benchmark in CATALOGUE}
 
@@ -155,17 +159,18 @@ def find(name: str) -> Benchmark:
         near = get_close_matches(base, BENCHMARKS, n=1)
         hint = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(BENCHMARKS)}."
         raise ValueError(f"benchmark {name!r} is unknown; {hint}")
-    if base == "lookup":
-        _lookup(name)
-    elif colon:
+    benchmark = BENCHMARKS[base]
+    if benchmark.lookup:
+        return replace(benchmark, name=name, lookup=build("benchmark", name, {"lookup": Lookup}))
+    if colon:
         raise ValueError(f"benchmark {name!r}: {base} takes no settings.")
-    return replace(BENCHMARKS[base], name=name)
+    return benchmark
 
 
 def look(benchmark: Benchmark, data_dir: str | Path | None = None) -> Found:
     """Read the benchmark's file, from the folder or else the package; the hub is not asked."""
-    if benchmark.kind == "lookup":
-        return Found(where="generated", rows=tuple(_generate(benchmark.name)))
+    if benchmark.lookup:
+        return Found(where="generated", rows=tuple(_generate(benchmark.lookup)))
     if data_dir is not None and not Path(data_dir).is_dir():
         raise ValueError(f"the data folder {str(data_dir)!r} is not there; name one that holds NAME/test.jsonl.")
     if data_dir is not None and (path := Path(data_dir) / benchmark.name / "test.jsonl").is_file():
@@ -175,7 +180,7 @@ def look(benchmark: Benchmark, data_dir: str | Path | None = None) -> Found:
     return Found(where="missing")
 
 
-def problems(name: str, data_dir: str | Path | None = None) -> list[Row]:
+def problems(name: str, data_dir: str | Path | None = None) -> list[Problem]:
     """Rows with id, problem, answer, where known level and subject, and the columns that the reward needs."""
     benchmark = find(name)
     found = look(benchmark, data_dir)
@@ -199,20 +204,19 @@ def shortened(complaints: Sequence[str], most: int = 3) -> list[str]:
 
 
 def _read(benchmark: Benchmark, where: Literal["folder", "package"], path: Path) -> Found:
-    rows, complaints = read_rows(path, benchmark.columns)
-    return Found(where=where, path=path, rows=tuple(rows), complaints=tuple(complaints))
+    lines, not_rows = read_lines(path)
+    rows, complaints = check_rows(lines, benchmark.columns)
+    return Found(where=where, path=path, rows=tuple(rows), complaints=(*not_rows, *complaints))
 
 
 def _from_hub(benchmark: Benchmark, data_dir: str | Path | None) -> Found:
     why = "we know no set of the hub with these rows"
     if benchmark.hub:
         try:
-            rows = [(f"row {number}", row) for number, row in enumerate(benchmark.hub.rows())]
-        except HubError as error:
-            why = f"the hub's {benchmark.hub.path} could not be read ({error})"
-        else:
-            good, complaints = check_rows(rows, benchmark.columns)
-            return Found(where="hub", rows=tuple(good), complaints=tuple(complaints))
+            rows, complaints = check_rows(benchmark.hub.rows(), benchmark.columns)
+            return Found(where="hub", rows=tuple(rows), complaints=tuple(complaints))
+        except ValueError as error:
+            why = str(error).rstrip(".")
     file = Path(data_dir or "DATA_DIR") / benchmark.name / "test.jsonl"
     looked, then = (f"there is no {file}", "") if data_dir else ("no data folder is given", " and give --data-dir")
     columns = ", ".join(("id", "problem", "answer", *benchmark.columns))
@@ -222,28 +226,8 @@ def _from_hub(benchmark: Benchmark, data_dir: str | Path | None) -> Found:
     )
 
 
-def _lookup(name: str) -> Lookup:
-    """lookup:pairs=15,keys=words,digits=2 as settings."""
-    kinds: dict[str, type] = {"pairs": int, "keys": str, "digits": int}
-    assert set(kinds) == {field.name for field in fields(Lookup)}
-    given: dict[str, Any] = {}
-    for part in filter(None, name.partition(":")[2].split(",")):
-        key, equals, value = part.partition("=")
-        if not equals or key not in kinds:
-            raise ValueError(f"benchmark {name!r}: {part!r} is none of pairs=15, keys=words|codes, digits=2.")
-        try:
-            given[key] = kinds[key](value)
-        except ValueError as error:
-            raise ValueError(f"benchmark {name!r}: {key} must be a whole number.") from error
-    try:
-        return Lookup(**given)
-    except ValueError as error:
-        raise ValueError(f"benchmark {name!r}: {str(error).removeprefix('task.')}") from error
-
-
-def _generate(name: str) -> list[Row]:
+def _generate(config: Lookup) -> list[Problem]:
     """The look-ups a training run holds out; `subject` says in which fifth of the list the asked pair stands."""
-    config = _lookup(name)
     rows = []
     for number in range(LOOKUPS):
         problem, answer = config.problem(f"held out {number}")

@@ -19,10 +19,10 @@ from fractions import Fraction
 from typing import Any
 
 from sparse_rl.grading.answer import last_boxed
-from sparse_rl.tasks.base import text_of
+from sparse_rl.grading.completion import text_of
 
 LONGEST = 200  # characters of an expression; the text is the model's
-ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+OPEN, CLOSE = "<answer>", "</answer>"
 WRITTEN = {"\\times": "*", "\\cdot": "*", "\\div": "/", "×": "*", "·": "*", "÷": "/", "\N{MINUS SIGN}": "-", "$": ""}
 ALLOWED = re.compile(r"[0-9+\-*/() ]+")
 SIGNS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
@@ -59,14 +59,15 @@ class Countdown:
         if computed is None:
             return 0.0
         value, used = computed
-        return 1.0 if value == target and Counter(used) == Counter(nums) else float(self.format_score)
+        return 1.0 if value == target and Counter(used) == Counter(nums) else self.format_score
 
 
 def find_expression(text: str) -> str | None:
     """The expression of a completion, without what it is said to equal."""
-    marked = ANSWER.findall(text)
+    end = text.rfind(CLOSE)
+    start = text.rfind(OPEN, 0, end) if end >= 0 else -1
     lines = text.strip().splitlines()
-    found = marked[-1] if marked else last_boxed(text) or (lines[-1] if lines else None)
+    found = text[start + len(OPEN) : end] if start >= 0 else last_boxed(text) or (lines[-1] if lines else None)
     if found is None:
         return None
     for sign, plain in WRITTEN.items():

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from sparse_rl.tasks.base import text_of
+from sparse_rl.grading.completion import text_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,10 +13,12 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from sparse_rl.specs import unique
 
 HUB = "hub:"
 INSTALL = "pip install 'sparse-rl[data]'"
@@ -52,7 +54,7 @@ def read_table(source: str) -> Table:
     else:
         text = read_text(content, source)
         is_list = path.suffix == ".json" and text.lstrip().startswith("[")
-        rows = _numbered(_parse(text, source), source) if is_list else parse_lines(text, source)
+        rows = _numbered(_parse_list(text, source), source) if is_list else parse_lines(text, source)
     return Table(source, rows, hashlib.sha256(content).hexdigest())
 
 
@@ -66,43 +68,50 @@ def read_text(content: bytes, name: str) -> str:
 
 def parse_lines(text: str, name: str) -> list[Row]:
     """JSON objects, one a line, each with its line's number."""
-    rows = []
-    for number, line in enumerate(text.split("\n"), start=1):  # other separators may stand inside a prompt
-        if line.strip():
-            where = f"line {number} of {name}"
-            rows.append(_row(_parse(line, where), where))
+    rows = [_row(value, f"{line} of {name}") for line, value in scan_lines(text)]
     if not rows:
         raise ValueError(f"{name} has no rows; write one JSON object a line.")
     return rows
 
 
-def _parse(text: str, where: str) -> Any:
+def scan_lines(text: str) -> Iterator[tuple[str, dict[str, Any] | ValueError]]:
+    """Each line that is not blank: "line 3", and its JSON object or what is wrong with it."""
+    for number, line in enumerate(text.split("\n"), start=1):  # other separators may stand inside a prompt
+        if line.strip():
+            yield f"line {number}", _object(_parse(line))
+
+
+def _parse(text: str) -> Any:
+    """What the JSON says, or why it is none."""
     try:
-        return json.loads(text, object_pairs_hook=_object)
+        return json.loads(text, object_pairs_hook=unique)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where} is not JSON ({error}); mend or remove it.") from error
+        return ValueError(f"is not JSON ({error})")
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        keys = [key for key, _ in pairs]
-        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} stands there twice")
+def _parse_list(text: str, name: str) -> Any:
+    if isinstance(found := _parse(text), ValueError):
+        raise ValueError(f"{name} {found}; mend it.") from found
     return found
+
+
+def _object(value: Any) -> dict[str, Any] | ValueError:
+    if isinstance(value, dict | ValueError):
+        return value
+    return ValueError(f"is a {type(value).__name__}; a row is an object with keys and values")
 
 
 def _numbered(values: Iterable[Any], name: str) -> list[Row]:
     """Rows counted from 1."""
-    rows = [_row(value, f"row {i} of {name}") for i, value in enumerate(values, start=1)]
+    rows = [_row(_object(value), f"row {i} of {name}") for i, value in enumerate(values, start=1)]
     if not rows:
         raise ValueError(f"{name} has no rows; choose another file.")
     return rows
 
 
-def _row(value: Any, where: str) -> Row:
-    if not isinstance(value, dict):
-        kind = type(value).__name__
-        raise ValueError(f"{where} is a {kind}; a row is an object with keys and values. Mend or remove it.")
+def _row(value: dict[str, Any] | ValueError, where: str) -> Row:
+    if isinstance(value, ValueError):
+        raise ValueError(f"{where} {value}; mend or remove it.") from value
     return Row(where, value)
 
 
@@ -141,7 +150,9 @@ def _from_hub(source: str) -> Any:
         return datasets.load_dataset(name, config, split=split)
     except Exception as error:  # no network, no such name, a config that must be chosen
         reason = f"{type(error).__name__}: {_first_line(error)}"
-        raise ValueError(f"{source} cannot be read from the hub ({reason}); mend the name, or give a file.") from error
+        raise ValueError(
+            f"{source} cannot be read from the hub ({reason}); mend the name or the connection, or give a file."
+        ) from error
 
 
 def _dataset_table(source: str, dataset: Any) -> Table:

@@ -12,31 +12,35 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 from sparse_rl.grading.answer import last_boxed
-from sparse_rl.tasks.base import text_of
+from sparse_rl.grading.completion import text_of
 
-TAGS = {
+Kind = Literal["boxed", "think", "think_answer"]
+SHAPES = {
     "think": re.compile(r"\s*<think>(.*?)</think>\s*\S.*", re.DOTALL),
     "think_answer": re.compile(r"\s*<think>(.*?)</think>\s*<answer>(.*?)</answer>\s*", re.DOTALL),
 }
-KINDS = ("boxed", *TAGS)
 TAG = re.compile(r"</?(?:think|answer)>")
+TAGS = {"think": ["<think>", "</think>"], "think_answer": ["<think>", "</think>", "<answer>", "</answer>"]}
 
 
 class Format:
-    """1 for a completion of the right shape, else 0: one of the kinds, or a pattern that all of it matches."""
+    """1 for a completion of the right shape, else 0: one of the kinds, or a pattern that all of it matches.
+
+    A pattern is the user's, and runs here without a time limit: one that backtracks without end, like (a+)+b, hangs.
+    """
 
     __name__ = "format"
 
-    def __init__(self, kind: str = "boxed", pattern: str | None = None) -> None:
-        if kind not in KINDS:
-            raise ValueError(f"reward 'format': kind is {kind!r}; choose one of {', '.join(KINDS)}.")
+    def __init__(self, kind: Kind = "boxed", pattern: str | None = None) -> None:
+        if kind not in get_args(Kind):
+            raise ValueError(f"kind is {kind!r}; choose one of {', '.join(get_args(Kind))}.")
         try:
-            self.pattern = re.compile(str(pattern), re.DOTALL) if pattern is not None else None
+            self.pattern = re.compile(pattern, re.DOTALL) if pattern is not None else None
         except re.error as error:
-            raise ValueError(f"reward 'format': {pattern!r} is not a regular expression ({error}).") from error
+            raise ValueError(f"pattern is {pattern!r}, which is not a regular expression ({error}).") from error
         self.kind = kind
 
     def __call__(self, completions: list[Any], **columns: Any) -> list[float]:
@@ -47,9 +51,8 @@ class Format:
             return self.pattern.fullmatch(text) is not None
         if self.kind == "boxed":
             return text.count("\\boxed{") == 1 and bool((last_boxed(text) or "").strip())
-        found = TAGS[self.kind].fullmatch(text)
-        expected = 2 if self.kind == "think" else 4
-        return found is not None and len(TAG.findall(text)) == expected
+        # With each tag there once, the search tries one place for each; with thousands, it would try all pairs.
+        return TAG.findall(text) == TAGS[self.kind] and SHAPES[self.kind].fullmatch(text) is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +68,7 @@ class Overlong:
     def __post_init__(self) -> None:
         if not all(type(value) is int for value in (self.limit, self.buffer)) or not 1 <= self.buffer <= self.limit:
             raise ValueError(
-                f"reward 'overlong': limit is {self.limit!r} and buffer {self.buffer!r}; give whole numbers with "
-                "1 <= buffer <= limit."
+                f"limit is {self.limit!r} and buffer {self.buffer!r}; give whole numbers with 1 <= buffer <= limit."
             )
 
     @property

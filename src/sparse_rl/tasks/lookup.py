@@ -20,6 +20,7 @@ from typing import Any, ClassVar, Literal, get_args
 
 from transformers import PreTrainedTokenizerBase
 
+from sparse_rl.grading.completion import text_of
 from sparse_rl.tasks.base import Rewards
 from sparse_rl.tasks.prompts import as_turn, make_prompt
 from sparse_rl.types import Prompt
@@ -101,8 +102,8 @@ class LookupTask:
 
 def right_value(completions: list[Any], answer: list[str], **columns: Any) -> list[float]:
     """1 where the completion's first number is the value that was asked for, else 0: to list them all is no answer."""
-    texts = [text if isinstance(text, str) else text[-1]["content"] for text in completions]
-    return [float(NUMBER.findall(text)[:1] == [right]) for text, right in zip(texts, answer, strict=True)]
+    firsts = [NUMBER.search(text_of(completion)) for completion in completions]
+    return [float(first is not None and first[0] == right) for first, right in zip(firsts, answer, strict=True)]
 
 
 def _codes(draw: random.Random, count: int) -> list[str]:

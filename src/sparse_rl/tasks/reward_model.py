@@ -64,17 +64,23 @@ class RewardModel:
             if not 0 < len(ids) <= self.context:
                 rewards[i] = Failed(f"{len(ids)} tokens, and the reward model reads 1 to {self.context}")
         order = sorted((i for i in range(len(texts)) if rewards[i] is None), key=lambda i: len(texts[i]))
-        self.model.to(self.device)
-        for start in range(0, len(order), BATCH):
-            chosen = order[start : start + BATCH]
-            batch = self.tokenizer.pad({"input_ids": [texts[i] for i in chosen]}, return_tensors="pt").to(self.device)
-            logits = self.model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
-            for i, reward in zip(chosen, logits[:, 0].float().tolist(), strict=True):
-                rewards[i] = reward if math.isfinite(reward) else Failed(f"the reward model says {reward}")
-        if torch.device(self.device).type == "cuda":
-            self.model.to("cpu")
-            torch.cuda.empty_cache()
+        try:
+            self.model.to(self.device)
+            for start in range(0, len(order), BATCH):
+                chosen = order[start : start + BATCH]
+                for i, reward in zip(chosen, self._logits([texts[i] for i in chosen]), strict=True):
+                    rewards[i] = reward if math.isfinite(reward) else Failed(f"the reward model says {reward}")
+        finally:  # after an error too: whoever mends it needs the memory
+            if torch.device(self.device).type == "cuda":
+                self.model.to("cpu")
+                torch.cuda.empty_cache()
         return rewards
+
+    def _logits(self, texts: list[list[int]]) -> list[float]:
+        batch = self.tokenizer.pad({"input_ids": texts}, return_tensors="pt").to(self.device)
+        logits = self.model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+        values: list[float] = logits[:, 0].float().tolist()
+        return values
 
     def _ids(self, prompt: Any, completion: Any) -> list[int]:
         if isinstance(prompt, str):

@@ -1,19 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reward functions by name, and from the user's own files.
 
-math                                    a name from REWARDS
-overlong:limit=1024,buffer=256          with settings of its own
-format:{"pattern": "a{1,2}, b=c"}       as JSON, where a value has a comma in it
-rewards.py:accuracy                     a function of a file
-package.module:function                 a function of a module
+math                               a name from REWARDS
+overlong:limit=1024,buffer=256     with settings of its own (see `specs`)
+rewards.py:accuracy                a function of a file
+package.module:function            a function of a module
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
-import inspect
-import json
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,11 +18,11 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from sparse_rl.specs import build
 from sparse_rl.tasks.base import Reward
-from sparse_rl.tasks.boxed import boxed_answer
 from sparse_rl.tasks.countdown import Countdown
 from sparse_rl.tasks.exact import Exact
-from sparse_rl.tasks.form import Format, Overlong
+from sparse_rl.tasks.form import Format, Kind, Overlong
 from sparse_rl.tasks.last_number import LastNumber
 from sparse_rl.tasks.lookup import right_value
 
@@ -50,10 +47,28 @@ class GradingConfig:
             raise ValueError(f"grading.timeout_s is {self.timeout_s}; it must be above 0.")
 
 
-def _model(grading: GradingConfig, path: str, device: str | None = None) -> Reward:
-    from sparse_rl.tasks.reward_model import RewardModel
+def _code(grading: GradingConfig, timeout_s: float = 10.0, memory_mb: int = 1024) -> Reward:
+    """Programs run against the row's tests: seconds and address space that one of them may take."""
+    from sparse_rl.grading.code import CodeReward
+    from sparse_rl.sandbox.process import Limits
 
-    return RewardModel(str(path), device)
+    return CodeReward.build(Limits(timeout_s=timeout_s, memory_mb=memory_mb), grading.workers, grading.unsafe_code)
+
+
+def _countdown(grading: GradingConfig, format_score: float = 0.0) -> Reward:
+    return Countdown(format_score)
+
+
+def _exact(grading: GradingConfig, ignore_case: bool = False) -> Reward:
+    return Exact(ignore_case)
+
+
+def _format(grading: GradingConfig, kind: Kind = "boxed", pattern: str | None = None) -> Reward:
+    return Format(kind, pattern)
+
+
+def _last_number(grading: GradingConfig) -> Reward:
+    return LastNumber()
 
 
 def _math(grading: GradingConfig) -> Reward:
@@ -62,69 +77,43 @@ def _math(grading: GradingConfig) -> Reward:
     return MathReward(grading.workers, grading.timeout_s)
 
 
-def _code(grading: GradingConfig, timeout_s: float = 10, memory_mb: int = 1024) -> Reward:
-    """Programs run against the row's tests: seconds and address space that one of them may take."""
-    from sparse_rl.grading.code import CodeReward
-    from sparse_rl.sandbox.process import Limits
+def _model(grading: GradingConfig, path: str, device: str | None = None) -> Reward:
+    from sparse_rl.tasks.reward_model import RewardModel
 
-    limits = Limits(timeout_s=float(timeout_s), memory_mb=int(memory_mb))
-    return CodeReward.build(limits, grading.workers, grading.unsafe_code)
+    return RewardModel(path, device)
 
 
-# name: a maker that takes the settings of grading and the reward's own
+def _overlong(grading: GradingConfig, limit: int, buffer: int) -> Reward:
+    return Overlong(limit, buffer)
+
+
+def _right_value(grading: GradingConfig) -> Reward:
+    return right_value
+
+
+# name: a maker that takes the settings of grading and the reward's own, whose types are those of its parameters
 REWARDS: dict[str, Callable[..., Reward]] = {
-    "boxed": lambda grading: boxed_answer,
     "code": _code,
-    "countdown": lambda grading, format_score=0.0: Countdown(format_score),
-    "exact": lambda grading, ignore_case=False: Exact(ignore_case),
-    "format": lambda grading, kind="boxed", pattern=None: Format(kind, pattern),
-    "last_number": lambda grading: LastNumber(),
+    "countdown": _countdown,
+    "exact": _exact,
+    "format": _format,
+    "last_number": _last_number,
     "math": _math,
     "model": _model,
-    "overlong": lambda grading, limit, buffer: Overlong(limit, buffer),
-    "right_value": lambda grading: right_value,
+    "overlong": _overlong,
+    "right_value": _right_value,
 }
+RENAMED = {"boxed": "math, which finds the last \\boxed too and compares formulas"}
 
 
 def build_reward(spec: str, grading: GradingConfig | None = None) -> Reward:
     """The reward function that a name with settings, or "module:function", or "file.py:function" stands for."""
-    name, _, rest = spec.partition(":")
+    name = spec.partition(":")[0]
+    if name in RENAMED:
+        raise ValueError(f"reward {spec!r} is gone; give {RENAMED[name]}.")
     if name not in REWARDS:
         return import_function(spec)
-    given = _settings(spec, rest)
-    _, *parameters = inspect.signature(REWARDS[name]).parameters.values()  # grading comes first
-    known = [parameter.name for parameter in parameters]
-    for key in given:
-        if key not in known:
-            takes = f"it takes {', '.join(known)}" if known else "it takes none"
-            raise ValueError(f"reward {spec!r}: {key!r} is not a setting of {name!r}; {takes}.")
-    for parameter in parameters:
-        if parameter.default is inspect.Parameter.empty and parameter.name not in given:
-            raise ValueError(f"reward {spec!r}: {parameter.name!r} is missing; write {name}:{parameter.name}=...")
-    return REWARDS[name](grading or GradingConfig(), **given)
-
-
-def _settings(spec: str, text: str) -> dict[str, Any]:
-    """key=value,key=value, or a JSON object; numbers, true and false are read as in JSON, everything else is text."""
-    if text.lstrip().startswith("{"):
-        try:
-            found: dict[str, Any] = json.loads(text)
-            return found
-        except ValueError as error:
-            raise ValueError(f"reward {spec!r}: its settings are not JSON ({error}).") from error
-    given: dict[str, Any] = {}
-    for part in filter(None, text.split(",")):
-        key, equals, value = part.partition("=")
-        if not equals:
-            raise ValueError(
-                f"reward {spec!r}: {part!r} is not of the form key=value; where a value has a comma in it, write the "
-                'settings as JSON, NAME:{"key": "value"}.'
-            )
-        try:
-            given[key.strip()] = json.loads(value)
-        except ValueError:
-            given[key.strip()] = value
-    return given
+    return build("reward", spec, REWARDS, grading or GradingConfig())
 
 
 def import_function(path: str) -> Reward:
