@@ -29,6 +29,7 @@ pytestmark = pytest.mark.skipif(
     isolation().method is None, reason=f"no isolation on this machine: {isolation().reason}"
 )
 X86 = platform.machine() == "x86_64"  # the raw calls are written with its numbers
+FILLING = ("much in many files", "much in deleted files", "much in deleted files that are mapped")
 RIGHT = "def attack():\n    return 'do' + 'ne'"
 
 
@@ -179,10 +180,14 @@ def test_another_architecture_ends_the_process(reward, code):
 
 @pytest.mark.parametrize("name", BOMBS)
 def test_bombs_end(reward, place, name):
-    quick = CodeReward(Sandbox(reward.sandbox.method, Limits(timeout_s=0.6, memory_mb=512)), 2)
+    reason = {"many threads": "threads", "many files": "files", **dict.fromkeys(FILLING, "filled its folder")}.get(name)
+    limits = Limits(timeout_s=4.0 if reason else 0.6, memory_mb=512)
     before = left_behind()
     start = time.monotonic()
-    assert graded(quick, [filled(BOMBS[name], place)]) == [0.0]
+    verdict = CodeReward(Sandbox(reward.sandbox.method, limits), 2).judge(
+        filled(BOMBS[name], place), {"tests": ["assert attack() == 'done'"]}
+    )
+    assert verdict.word == "failed" and (reason or "") in verdict.detail, verdict
     assert time.monotonic() - start < 6
     assert left_behind() <= before
 

@@ -60,10 +60,11 @@ def confine(wanted: Confinement) -> None:
     libc.syscall.restype = ctypes.c_long
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as score:
         score.write("1000")  # when memory runs out, this process goes first
-    with contextlib.suppress(OSError):  # where namespaces are refused, the rest holds alone
-        _own_root(libc, wanted)
-    for namespace in (_CLONE_NEWNET, _CLONE_NEWIPC):
-        libc.unshare(namespace)
+    if wanted.landlock:  # bubblewrap has done all this already
+        with contextlib.suppress(OSError):  # where namespaces are refused, the rest holds alone
+            _own_root(libc, wanted)
+        for namespace in (_CLONE_NEWNET, _CLONE_NEWIPC):
+            libc.unshare(namespace)
     protections = [_drop_capabilities, _no_new_privileges]
     if wanted.landlock:
         protections.append(_landlock)

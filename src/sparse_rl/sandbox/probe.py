@@ -14,7 +14,7 @@ def attempts(secret: str) -> list[str]:
         "read a file of its parent's": lambda: os.open(secret, os.O_RDONLY),
         "write beside its folder": lambda: os.open(secret + "2", os.O_WRONLY | os.O_CREAT),
         "read /etc/passwd": lambda: os.open("/etc/passwd", os.O_RDONLY),
-        "list the root folder": lambda: os.listdir("/"),
+        "list a folder of its parent's": lambda: os.listdir(os.path.dirname(secret)),
         "open a socket": lambda: socket.socket(),
         "open a local socket": lambda: socket.socket(socket.AF_UNIX),
         "start a process": _fork,
