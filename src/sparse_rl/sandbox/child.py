@@ -121,7 +121,7 @@ class _Answers:
         number = self.numbers.setdefault(id(value), len(self.kept))
         if number == len(self.kept):
             self.kept.append(value)
-        kind = type(value)
+        kind: Any = type(value)
         foreign = kind.__eq__ is not object.__eq__ and kind.__module__ != self.module.__name__
         return [number, kind.__name__ if foreign else ""]
 

@@ -88,7 +88,7 @@ def _order(name: str) -> Callable[..., Any]:
 
 
 def _arithmetic(verb: str, name: str) -> Callable[..., Any]:
-    """With a plain operand it gives a thing again (a vector times 2), never a number (an answer minus the right one)."""
+    """With a plain operand it gives a thing again (a vector times 2), never a number (a result minus the right one)."""
 
     def method(self: Remote, other: Any) -> Any:
         value = ask(verb, self, name, other)
