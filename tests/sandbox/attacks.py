@@ -43,6 +43,7 @@ FREE: dict[str, str] = {
     "read its parent's environment": _tried("return 'done' if open('/proc/{parent}/environ').read() else ''"),
     "read its parent's command": _tried("return 'done' if open('/proc/{parent}/cmdline').read() else ''"),
     "list processes": _tried("return 'done' if os.listdir('/proc') else ''"),
+    "list the root": _tried("os.listdir('/')\nreturn 'done'"),
     "list /tmp": _tried("os.listdir('/tmp')\nreturn 'done'"),
     "read through ..": _tried("return open(os.path.relpath('{secret}')).read()"),
     "change folder": _tried("os.chdir('{folder}')\nreturn open('secret').read()"),
@@ -236,7 +237,7 @@ return 'done'
 threading.stack_size(65536)
 for _ in range(2000):
     threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
-time.sleep(1)
+time.sleep(0.3)
 return 'done'
 """
     ),
@@ -253,7 +254,7 @@ return 'done'
         r"""
 for i in range(3000):
     open(f'file{{i}}', 'w').write('x')
-time.sleep(1)
+time.sleep(0.3)
 return 'done'
 """
     ),
@@ -261,7 +262,7 @@ return 'done'
         r"""
 for i in range(40):
     open(f'file{{i}}', 'wb').write(b'x' * (8 << 20))
-time.sleep(1)
+time.sleep(0.3)
 return 'done'
 """
     ),
@@ -273,7 +274,7 @@ for i in range(50):
     os.unlink(f'file{{i}}')
     kept[-1].write(b'x' * (8 << 20))
     kept[-1].flush()
-time.sleep(1)
+time.sleep(0.3)
 return 'done'
 """
     ),
@@ -286,7 +287,7 @@ for i in range(50):
         file.flush()
         kept.append(mmap.mmap(file.fileno(), 4096))
     os.unlink(f'file{{i}}')
-time.sleep(1)
+time.sleep(0.3)
 return 'done'
 """
     ),

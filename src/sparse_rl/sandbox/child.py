@@ -53,7 +53,7 @@ def main() -> None:
     elif mode == "check":
         check()
     else:
-        os.write(1, READY + json.dumps(attempts(settings["secret"])).encode())
+        os.write(1, READY + json.dumps(attempts(settings["secret"], settings["confinement"]["landlock"])).encode())
 
 
 def _module(name: str) -> types.ModuleType:
