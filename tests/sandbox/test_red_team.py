@@ -181,7 +181,7 @@ def test_another_architecture_ends_the_process(reward, code):
 @pytest.mark.parametrize("name", BOMBS)
 def test_bombs_end(reward, place, name):
     reason = {"many threads": "threads", "many files": "files", **dict.fromkeys(FILLING, "filled its folder")}.get(name)
-    limits = Limits(timeout_s=4.0 if reason else 0.6, memory_mb=512)
+    limits = Limits(timeout_s=4.0 if reason else 1.0, memory_mb=512)
     before = left_behind()
     start = time.monotonic()
     verdict = CodeReward(Sandbox(reward.sandbox.method, limits), 2).judge(
@@ -249,7 +249,7 @@ def test_scripts_are_confined_too(reward, place):
     ran = reward.sandbox.run(every, "")
     assert (ran.output, ran.stopped) == (b"none\n", ""), ran
     bombs = [filled(BOMBS[name], place) + "\nprint(attack())" for name in ("endless output", "many files", "sleep")]
-    quick = CodeReward(Sandbox(reward.sandbox.method, Limits(timeout_s=0.6, memory_mb=512)), 2)
+    quick = CodeReward(Sandbox(reward.sandbox.method, Limits(timeout_s=1.0, memory_mb=512)), 2)
     assert set(graded(quick, bombs, **row)) == {0.0}
     assert graded(reward, ["import os\nprint('done', flush=True)\nos._exit(1)", "print('done')"], **row) == [0.0, 1.0]
 
