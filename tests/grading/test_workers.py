@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import queue
 import signal
 import subprocess
 import sys
@@ -14,7 +15,8 @@ from concurrent.futures import CancelledError
 import pytest
 
 from sparse_rl.grading import Failed
-from sparse_rl.grading.workers import Workers
+from sparse_rl.grading import workers as module
+from sparse_rl.grading.workers import Workers, worker_count
 
 MISBEHAVE = "grading_children:act"
 
@@ -124,6 +126,76 @@ def test_children_die_with_their_parent(how):
             parent.send_signal(signal.SIGKILL)
         parent.wait(timeout=10)
     assert wait_until(lambda: not alive(pid))
+
+
+def test_a_forked_pool_starts_children_of_its_own():
+    """And leaves its parent's alone, also when it ends."""
+    script = (
+        "import os, signal\n"
+        "from sparse_rl.grading.workers import Workers\n"
+        f"pool = Workers({MISBEHAVE!r}, count=1, timeout_s=5)\n"
+        "before = pool.map([['pid', None]])\n"
+        "child = os.fork()\n"
+        "signal.alarm(20)\n"
+        "after = pool.map([['pid', None]])\n"
+        "if not child:\n"
+        "    raise SystemExit(after == before)\n"
+        "assert os.waitpid(child, 0)[1] == 0\n"
+        "assert before == after == pool.map([['pid', None]])\n"
+    )
+    path = os.pathsep.join(filter(None, sys.path))
+    ran = subprocess.run(
+        [sys.executable, "-c", script], env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True
+    )
+    assert ran.returncode == 0, ran.stderr
+
+
+@pytest.mark.parametrize("failures", [1, 2])
+def test_a_worker_that_cannot_be_restarted_is_tried_again_and_then_fails_alone(monkeypatch, failures):
+    with Workers(MISBEHAVE, count=1, timeout_s=5) as pool:
+        assert isinstance(pool.map([["exit", 0]])[0], Failed)
+        start, left = module._Child._start, [OSError("no memory")] * failures
+
+        def sometimes(child):
+            if left:
+                raise left.pop()
+            return start(child)
+
+        monkeypatch.setattr(module._Child, "_start", sometimes)
+        first, second = pool.map([["echo", 1], ["echo", 2]])
+        assert first == 1 if failures == 1 else isinstance(first, Failed) and "no memory" in first.reason
+        assert second == 2
+
+
+def test_a_timer_that_comes_after_the_answer_does_nothing(monkeypatch):
+    """It fires just before it is cancelled, when the answer is there."""
+
+    class Late(threading.Timer):
+        def cancel(self):
+            self.function()
+            super().cancel()
+
+    monkeypatch.setattr(module.threading, "Timer", Late)
+    with Workers(MISBEHAVE, count=1, timeout_s=5) as pool:
+        assert pool.map([["echo", i] for i in range(3)]) == [0, 1, 2]
+
+
+def test_stopping_waits_for_nobody():
+    """Another thread may take the last call between a look at the queue and the taking."""
+
+    class Taken(queue.Queue):
+        def empty(self):
+            return False
+
+    stopper = threading.Thread(target=module._stop, args=(Taken(), [], 1), daemon=True)
+    stopper.start()
+    stopper.join(5)
+    assert not stopper.is_alive()
+
+
+def test_a_worker_a_core():
+    assert worker_count(3) == 3
+    assert worker_count(0) == min(8, len(os.sched_getaffinity(0)))
 
 
 def test_a_function_that_is_not_there_is_an_error():

@@ -2,7 +2,8 @@
 """Programs that try to get out. Each function `attack` returns "done" if and only if what it tried succeeded.
 
 In braces are things of the test that runs them: {secret}, a file that holds the word; {folder}, where that file lies;
-{port}, a listener; {parent}, the pid of the process that grades; {home}, the user's home.
+{port}, a listener; {parent}, the pid of the process that grades; {home}, the user's home. The environment of the test
+has a variable SPARSE_RL_TEST_SECRET.
 """
 
 from __future__ import annotations
@@ -34,9 +35,15 @@ FREE: dict[str, str] = {
     "read the home": _tried("os.listdir('{home}')\nreturn 'done'"),
     "read /etc/passwd": _tried("return 'done' if open('/etc/passwd').read() else ''"),
     "read its environment": _tried("return 'done' if open('/proc/self/environ').read() else ''"),
+    "read a variable": _tried("return os.environ.get('SPARSE_RL_TEST_SECRET')"),
+    "read a variable by libc": _tried(
+        "read = ctypes.CDLL(None).getenv\nread.restype = ctypes.c_char_p\n"
+        "return (read(b'SPARSE_RL_TEST_SECRET') or b'').decode()"
+    ),
     "read its parent's environment": _tried("return 'done' if open('/proc/{parent}/environ').read() else ''"),
     "read its parent's command": _tried("return 'done' if open('/proc/{parent}/cmdline').read() else ''"),
     "list processes": _tried("return 'done' if os.listdir('/proc') else ''"),
+    "list the root": _tried("os.listdir('/')\nreturn 'done'"),
     "list /tmp": _tried("os.listdir('/tmp')\nreturn 'done'"),
     "read through ..": _tried("return open(os.path.relpath('{secret}')).read()"),
     "change folder": _tried("os.chdir('{folder}')\nreturn open('secret').read()"),
@@ -56,7 +63,7 @@ FREE: dict[str, str] = {
     "write a library": _tried(
         "path = os.path.dirname(os.__file__) + '/sparse_rl_left'\nopen(path, 'w')\nos.unlink(path)\nreturn 'done'"
     ),
-    "delete outside": _tried("os.unlink('{folder}/other')\nreturn 'done'"),
+    "delete outside": _tried("os.unlink('{folder}/other')\nreturn '' if 'other' in os.listdir('{folder}') else 'done'"),
     "make a folder outside": _tried("os.mkdir('{folder}/made')\nreturn 'done'"),
     "change a mode": _tried("os.chmod('{secret}', 0o777)\nreturn 'done'"),
     "change a time": _tried("os.utime('{secret}')\nreturn 'done'"),
@@ -68,7 +75,10 @@ FREE: dict[str, str] = {
     "listen": _tried("socket.create_server(('127.0.0.1', 0)).close()\nreturn 'done'"),
     "open a local socket": _tried("socket.socket(socket.AF_UNIX).bind('socket')\nreturn 'done'"),
     "open an abstract socket": _tried("socket.socket(socket.AF_UNIX).bind('\\0sparse-rl-test')\nreturn 'done'"),
-    "open a pair of sockets": _tried("socket.socketpair()\nreturn 'done'"),
+    "open a pair of sockets that send anywhere": _tried("socket.socketpair(type=socket.SOCK_DGRAM)\nreturn 'done'"),
+    "open a file without a name": _tried("os.open('.', os.O_TMPFILE | os.O_RDWR)\nreturn 'done'"),
+    "rename a file": _tried("open('a', 'w').close()\nos.rename('a', 'b')\nreturn 'done'"),
+    "delete a file": _tried("open('c', 'w').close()\nos.unlink('c')\nreturn '' if os.path.exists('c') else 'done'"),
     "fork": _tried("pid = os.fork()\nif pid == 0:\n    os._exit(0)\nos.waitpid(pid, 0)\nreturn 'done'"),
     "spawn": _tried("return subprocess.run(['/bin/echo', 'done'], capture_output=True, text=True).stdout.strip()"),
     "spawn by posix_spawn": _tried("os.waitpid(os.posix_spawn('/bin/true', ['true'], {{}}), 0)\nreturn 'done'"),
@@ -101,6 +111,15 @@ FREE: dict[str, str] = {
         "303, -100, b'/', ctypes.create_string_buffer(b'\\x80' + b'\\0' * 200), ctypes.create_string_buffer(8), 0"
     ),
     "change its root": _raw("80, b'/'"),
+}
+
+# What only a root of one's own hides: names, lengths, and which processes there are.
+SEEN: dict[str, str] = {
+    "see a file of the run": _tried("return 'done' if os.stat('{secret}').st_size == 4 else ''"),
+    "see that a file exists": _tried("return 'done' if os.path.exists('{secret}') else ''"),
+    "see a folder of the run": _tried("return 'done' if os.path.isdir('{folder}') else ''"),
+    "see /etc": _tried("return 'done' if os.access('/etc/passwd', os.F_OK) else ''"),
+    "see its parent": _tried("return 'done' if os.path.exists('/proc/{parent}') else ''"),
 }
 
 # Those that some machines refuse to everyone: to users who are not root, or by settings of the kernel.
@@ -218,7 +237,7 @@ return 'done'
 threading.stack_size(65536)
 for _ in range(2000):
     threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
-time.sleep(1)
+time.sleep(0.3)
 return 'done'
 """
     ),
@@ -235,7 +254,7 @@ return 'done'
         r"""
 for i in range(3000):
     open(f'file{{i}}', 'w').write('x')
-time.sleep(1)
+time.sleep(0.3)
 return 'done'
 """
     ),
@@ -243,7 +262,32 @@ return 'done'
         r"""
 for i in range(40):
     open(f'file{{i}}', 'wb').write(b'x' * (8 << 20))
-time.sleep(1)
+time.sleep(0.3)
+return 'done'
+"""
+    ),
+    "much in deleted files": _tried(
+        r"""
+kept = []
+for i in range(50):
+    kept.append(open(f'file{{i}}', 'wb'))
+    os.unlink(f'file{{i}}')
+    kept[-1].write(b'x' * (8 << 20))
+    kept[-1].flush()
+time.sleep(0.3)
+return 'done'
+"""
+    ),
+    "much in deleted files that are mapped": _tried(
+        r"""
+kept = []
+for i in range(50):
+    with open(f'file{{i}}', 'w+b') as file:
+        file.write(b'x' * (8 << 20))
+        file.flush()
+        kept.append(mmap.mmap(file.fileno(), 4096))
+    os.unlink(f'file{{i}}')
+time.sleep(0.3)
 return 'done'
 """
     ),

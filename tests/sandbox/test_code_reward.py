@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import gzip
 import json
 import os
+import platform
 import random
 import warnings
 from pathlib import Path
@@ -50,7 +52,7 @@ def both_ways(reward: CodeReward, rows: list[dict]) -> tuple[list[str], list[str
 @confined
 def test_canonical_solutions_pass_and_empty_ones_do_not(reward, humaneval):
     """A fresh sample; the whole is `test_all_canonical_solutions`."""
-    rows = random.SystemRandom().sample(humaneval, 12)
+    rows = random.SystemRandom().sample(humaneval, 6)
     assert both_ways(reward, rows) == ([], [])
 
 
@@ -81,6 +83,127 @@ def test_rows_of_every_form(reward):
         1.0,
         0.0,
     ]
+
+
+# A program with something of everything, and tests that are right for it.
+LIBRARY = """
+import collections, datetime, decimal, fractions
+X = 3
+log = []
+class MyE(ValueError): pass
+class Vec:
+    def __init__(self, x): self.x = x
+    def __eq__(self, other): return isinstance(other, Vec) and self.x == other.x
+    def __hash__(self): return hash(self.x)
+    def __add__(self, other): return Vec(self.x + other.x)
+    def __mul__(self, factor): return Vec(self.x * factor)
+    __rmul__ = __mul__
+    def __lt__(self, other): return self.x < other.x
+    def __str__(self): return f"<{self.x}>"
+    def __len__(self): return self.x
+    def __getitem__(self, i): return [self.x][i]
+def sort(xs): xs.sort(); log.append(xs[0])
+def put(rows, more): rows[0].append(9); more["a"] = [1]; more.pop("b")
+def library(): return [decimal.Decimal("0.1"), fractions.Fraction(1, 3), collections.deque([1]), range(3)]
+def when(): return datetime.date(2020, 1, 2), datetime.timedelta(1)
+def bad(): raise MyE("x")
+def same(a): return a
+def keys(d): return d.keys()
+def gen(): yield from (1, 2)
+def stop(x): raise StopIteration
+def later():
+    import asyncio
+    async def one():
+        await asyncio.sleep(0.001)
+        return await asyncio.to_thread(lambda: 1)
+    return asyncio.run(one())
+def temporary():
+    import tempfile
+    with tempfile.TemporaryFile() as a, tempfile.NamedTemporaryFile("w+") as b:
+        return a.write(b"xy") + b.write("z")
+"""
+WORKS = [
+    "assert X == 3 and X + 1 == 4 and [X for _ in 'ab'] == [3, 3]",
+    "def check():\n    return X\nassert check() == 3",
+    "a = [3, 1]\nsort(a)\nassert a == [1, 3] and log == [1]\nsort(a)\nassert len(log) == 2",
+    "rows = [[1], [2]]\nrow, more = rows[0], {'b': 2}\nput(rows, more=more)\n"
+    "assert row == [1, 9] and more == {'a': [1]}",
+    "assert Vec(1) + Vec(2) == Vec(3) and Vec(1) != Vec(2) and 2 * Vec(2) == Vec(2) * 2 == Vec(4)",
+    "assert str(Vec(1)) == f'{Vec(1)}' == '<1>' and len({Vec(1), Vec(1)}) == 1 and len(Vec(7)) == 7 and Vec(5)[0] == 5",
+    "assert Vec(1) < Vec(2) and sorted([Vec(2), Vec(1)])[0].x == 1",
+    "assert isinstance(Vec(1), Vec) and not isinstance(3, Vec)",
+    "from decimal import *\nfrom fractions import *\nfrom collections import deque\n"
+    "assert library() == [Decimal('0.1'), Fraction(1, 3), deque([1]), range(3)]",
+    "import datetime\nassert when() == (datetime.date(2020, 1, 2), datetime.timedelta(1))",
+    "try:\n    bad()\n    assert False\nexcept MyE as error:\n    assert str(error) == 'x'",
+    "try:\n    bad()\n    assert False\nexcept (KeyError, ValueError):\n    pass",
+    "g = gen()\nassert (next(g), next(g), next(g, 0)) == (1, 2, 0)",
+    "assert type(same([])) is list and same(None) is None and gen() != [1, 2]",
+    "assert 2 in keys({2: 1}) and list(keys({2: 1})) == [2]",
+    "assert later() == 1 and temporary() == 3",
+]
+WRONG = [
+    "assert all(map(stop, [1]))",
+    "assert gen() == [1, 2]",
+    "assert Y == 3",
+    "assert Vec(1) == 1",
+    "try:\n    stop(1)\nexcept MyE:\n    pass",
+    "a = [3, 1]\nsort(a)\nassert a == [3, 1]",
+]
+BROKEN = {
+    "a = [1]\nassert same(a) is a": "one cannot be asked",
+    "assert keys({1: 2}) == {1}": "a dict_keys",
+    "assert keys({1: 2}) != {3}": "a dict_keys",
+    "assert X == 3\nimport sys\nsys.exit(0)": "end their own process",
+    "try:\n    same(lambda: 1)\nexcept Exception:\n    pass": "a function cannot be passed",
+}
+
+
+@confined
+def test_what_tests_may_do_with_a_program(reward):
+    """And what does not go over to another process is the grader's failure, with its reason, and never a 0."""
+    passed = reward.judge(LIBRARY, {"tests": WORKS})
+    assert passed.word == "passed", passed
+    assert {test: reward.judge(LIBRARY, {"tests": [test]}).word for test in WRONG} == dict.fromkeys(WRONG, "failed")
+    for test, reason in BROKEN.items():
+        verdict = reward.judge(LIBRARY, {"tests": [test]})
+        assert verdict.word == "broken" and reason in verdict.detail, (test, verdict)
+
+
+@confined
+def test_an_object_that_says_yes_to_everything_passes_nothing(reward):
+    """Its process is asked for things, never for what decides."""
+    liar = """
+class Liar:
+    yes = lambda self, *given: True
+    __eq__ = __lt__ = __gt__ = __le__ = __ge__ = __contains__ = __bool__ = __instancecheck__ = yes
+    nothing = lambda self, *given: RESULT
+    __sub__ = __rsub__ = __abs__ = __float__ = __round__ = __pow__ = __add__ = __radd__ = __neg__ = nothing
+    __hash__ = lambda self: hash('done')
+    __iter__ = lambda self: iter([])
+f = Liar
+"""
+    tests = [
+        "abs(f() - 1.5) < 1e-6",
+        "-1 < f() - 1.5 < 1",
+        "abs(1.5 - f()) < 1",
+        "round(f() - 1.5, 2) == 0",
+        "math.isclose(f(), 0.0)",
+        "f() > 4",
+        "'done' in f()",
+        "'done' == f()",
+        "f() in ['done']",
+        "f() in {'done'}",
+        "(f() - 1.5) ** 2 < 1e-9",
+        "max(f(), 3) == 3",
+        "isinstance(f(), str)",
+    ]
+    counted = "passed = []\n" + "\n".join(
+        f"try:\n    passed += [{test!r}] if {test} else []\nexcept Exception:\n    pass" for test in tests
+    )
+    for result in ("0.0", "self"):
+        verdict = reward.judge(liar.replace("RESULT", result), {"tests": [counted, "assert passed == [], passed"]})
+        assert verdict.word == "passed", verdict
 
 
 @confined
@@ -151,11 +274,33 @@ def test_rows_without_tests_are_refused_before_any_runs():
 
 
 @confined
+def test_long_results_are_the_same_in_any_order(reward):
+    """Sets and dicts that are built the other way round, of over a million letters."""
+    canonical = "def f(n):\n    return {'%099d' % i for i in range(n)}, {i: -i for i in range(n)}"
+    other = canonical.replace("range(n)", "reversed(range(n))")
+    wrong = canonical.replace("-i for", "i for")
+    row = {"base_input": [[12_000]], "entry_point": "f", "answer": canonical}
+    assert score(reward, [other, wrong], **row) == [1.0, 0.0]
+
+
+def test_what_the_kernel_offers_is_used():
+    """Where Landlock and seccomp are there, isolation must hold: otherwise every test of it would be passed over."""
+    if platform.system() != "Linux" or platform.machine() not in ("x86_64", "aarch64"):
+        pytest.skip("Linux on x86_64 or aarch64")
+    libc = ctypes.CDLL(None)
+    libc.syscall.restype = ctypes.c_long
+    landlock = libc.syscall(ctypes.c_long(444), None, ctypes.c_long(0), ctypes.c_long(1)) >= 1
+    if not landlock or not Path("/proc/sys/kernel/seccomp/actions_avail").exists():
+        pytest.skip("the kernel has no Landlock or no seccomp")
+    assert isolation() == Isolation("landlock")
+
+
+@confined
 def test_limits_are_the_users():
-    slow = "import time\ndef f():\n    time.sleep(1.5)\n    return 1"
+    slow = "import time\ndef f():\n    time.sleep(1)\n    return 1"
     big = "def f():\n    return len(bytearray(400 << 20)) and 1"
     tests = ["assert f() == 1"]
-    narrow = build_reward("code:timeout_s=1,memory_mb=256", GradingConfig(workers=2))
+    narrow = build_reward("code:timeout_s=0.8,memory_mb=256", GradingConfig(workers=2))
     wide = build_reward("code:timeout_s=9,memory_mb=1024", GradingConfig(workers=2))
     assert score(narrow, [slow, big], tests=tests) == [0.0, 0.0]
     assert score(wide, [slow, big], tests=tests) == [1.0, 1.0]

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import time
 
 import pytest
 
@@ -31,6 +32,15 @@ PROMPT = 'import math\n\n\ndef f(x):\n    """Doubles."""\n'
 )
 def test_the_program_in_a_completion(completion, program):
     assert extract_program(completion) == program
+
+
+@pytest.mark.parametrize("part", ["a", "`", " ", "```", "\n```", "```py ", "\t```\n\n"])
+def test_a_long_completion_is_read_at_once(part):
+    """100 kB of anything: the parent reads it, and a time that grows with the square would be minutes."""
+    start = time.monotonic()
+    for head in ("", "```", "```python\n", "    "):
+        extract_program(head + part * (100_000 // len(part)))
+    assert time.monotonic() - start < 2
 
 
 @pytest.mark.parametrize(
@@ -105,6 +115,7 @@ def test_values(returned, expected, atol, verdict):
         ("json", (1, 3), [1, 2], [], False),
         ("digit_distance", 1 + 2 + 0, 9, [123, 3], True),  # 123 against 003
         ("surface_area", 33, 0, [3, 4], False),
+        ("surface_area", "35", 0, [3, 4], False),
         ("surface_area", 35, 0, [3, 4], True),  # 9 + 6 * sqrt(2.25 + 16) = 34.6
     ],
 )
@@ -212,6 +223,14 @@ def test_the_filter_decides_as_written(machine):
     assert (decide(fcntl, 3, 1030), decide(fcntl, 3, 8)) == (allow, refuse)  # F_SETOWN
     assert (decide(prlimit, 0), decide(prlimit, 77), decide(prlimit, 1)) == (allow, allow, refuse)
     assert decide(ioctl, 0) == 0x00050019  # not a terminal
+    assert decide(ioctl, 3, 0x5421) == allow  # FIONBIO
+    unlink, pair = (35, 199) if arm else (263, 53)
+    assert decide(unlink, 0, 0) == 0x00050000  # not done, and no error
+    assert decide(276 if arm else 316) == refuse  # renameat2
+    cloexec = 0o2000000
+    assert decide(pair, 1, 1 | cloexec) == allow
+    assert {decide(pair, 1, 2 | cloexec), decide(pair, 2, 1), decide(pair, 16, 3), decide(pair, 1, 5)} == {refuse}
+    assert decide(openat, 0, 0, 0o20200002) == refuse  # O_TMPFILE
     assert decide(0, arch=0x40000003) == kill  # i386
     if not arm:
         assert decide(0x40000000) == kill  # x32

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
@@ -11,12 +12,13 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from sandbox.attacks import BOMBS, FREE, NOT_EVERYWHERE, REFUSED
+from sandbox.attacks import BOMBS, FREE, NOT_EVERYWHERE, REFUSED, SEEN
 from sandbox.forgeries import FORGERIES
 
 from sparse_rl.grading.code import CodeReward
@@ -27,6 +29,7 @@ pytestmark = pytest.mark.skipif(
     isolation().method is None, reason=f"no isolation on this machine: {isolation().reason}"
 )
 X86 = platform.machine() == "x86_64"  # the raw calls are written with its numbers
+FILLING = ("much in many files", "much in deleted files", "much in deleted files that are mapped")
 RIGHT = "def attack():\n    return 'do' + 'ne'"
 
 
@@ -41,8 +44,9 @@ def own_temporary_folder(tmp_path_factory: pytest.TempPathFactory, monkeypatch: 
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Iterator[dict[str, str]]:
-    """A folder of the run with a secret, and a listener."""
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
+    """A folder of the run with a secret, a secret variable, and a listener."""
+    monkeypatch.setenv("SPARSE_RL_TEST_SECRET", "done")
     (tmp_path / "secret").write_text("done")
     (tmp_path / "other").write_text("other")
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -70,24 +74,53 @@ def graded(reward: CodeReward, programs: list[str], **columns: object) -> list[o
 
 def left_behind() -> set[str]:
     """Private folders and children of this process."""
-    children = [path.read_text().split() for path in Path("/proc/self/task").glob("*/children")]
-    return {*os.listdir(tempfile.gettempdir()), *(pid for some in children for pid in some)}
+    return {*os.listdir(tempfile.gettempdir()), *children()}
+
+
+def children() -> list[str]:
+    return [pid for path in Path("/proc/self/task").glob("*/children") for pid in path.read_text().split()]
 
 
 def test_what_is_open_outside_is_closed_inside(reward, place, tmp_path_factory):
     """Every attack gets 0, and outside the sandbox the same program succeeds, so that the 0 is the sandbox's doing."""
-    names = [name for name in FREE if X86 or "libc" not in FREE[name]]
-    programs = [filled(FREE[name], place) for name in names]
+    attacks = FREE | (SEEN if has_namespaces() else {})
+    programs = {name: filled(attack, place) for name, attack in attacks.items() if X86 or "libc" not in attack}
     before = left_behind()
-    scores = graded(reward, [*programs, RIGHT])
-    assert dict(zip(names, scores, strict=False)) == dict.fromkeys(names, 0.0)
-    assert scores[-1] == 1.0
+    verdict = reward.judge(
+        all_of(programs),
+        {
+            "tests": [
+                f"found = attack()\nassert len(found) == {len(programs)}, found\n"
+                "assert 'done' not in found.values(), [name for name in found if found[name] == 'done']"
+            ]
+        },
+    )
+    assert verdict.word == "passed", verdict
     assert sorted(os.listdir(place["folder"])) == ["other", "secret"]
     assert (Path(place["folder"]) / "other").read_text() == "other"
     assert left_behind() <= before
-    succeeded = free(programs, place, tmp_path_factory.mktemp("free"))
-    powerless = {name for name, success in zip(names, succeeded, strict=True) if not success}
+    succeeded = free(list(programs.values()), place, tmp_path_factory.mktemp("free"))
+    powerless = {name for name, success in zip(programs, succeeded, strict=True) if not success}
     assert powerless <= NOT_EVERYWHERE, powerless
+
+
+def all_of(programs: dict[str, str]) -> str:
+    """One program that makes every attack, each in a namespace of its own, and returns what each returned."""
+    return (
+        f"programs = {programs!r}\n"
+        "def attack():\n    found = {}\n    for name, program in programs.items():\n        space = {}\n"
+        "        exec(program, space)\n        found[name] = space['attack']()\n    return found\n"
+    )
+
+
+def has_namespaces() -> bool:
+    """Whether the machine lets this user have a root of his own."""
+    script = (
+        "import ctypes, os\nlibc = ctypes.CDLL(None)\nuser = os.getuid()\nassert libc.unshare(0x10000000) == 0\n"
+        "open('/proc/self/uid_map', 'w').write(f'{user} {user} 1')\nassert libc.unshare(0x20000) == 0\n"
+        "assert libc.mount(b'none', b'/proc', b'tmpfs', 0, None) == 0"
+    )
+    return subprocess.run([sys.executable, "-S", "-c", script], capture_output=True).returncode == 0
 
 
 RUNNER = """
@@ -147,13 +180,31 @@ def test_another_architecture_ends_the_process(reward, code):
 
 @pytest.mark.parametrize("name", BOMBS)
 def test_bombs_end(reward, place, name):
-    quick = CodeReward(Sandbox(reward.sandbox.method, Limits(timeout_s=0.8, memory_mb=512)), 2)
+    reason = {"many threads": "threads", "many files": "files", **dict.fromkeys(FILLING, "filled its folder")}.get(name)
+    limits = Limits(timeout_s=4.0 if reason else 1.0, memory_mb=512)
     before = left_behind()
     start = time.monotonic()
-    assert graded(quick, [filled(BOMBS[name], place)]) == [0.0]
+    verdict = CodeReward(Sandbox(reward.sandbox.method, limits), 2).judge(
+        filled(BOMBS[name], place), {"tests": ["assert attack() == 'done'"]}
+    )
+    assert verdict.word == "failed" and (reason or "") in verdict.detail, verdict
     assert time.monotonic() - start < 6
     assert left_behind() <= before
-    assert graded(reward, [RIGHT]) == [1.0]
+
+
+def test_a_running_program_holds_no_rights(reward):
+    """As the kernel sees it from outside: no capability of any kind, none to gain, the filter in place."""
+    known = set(children())
+    running = threading.Thread(target=reward.sandbox.run, args=("import time\ntime.sleep(1)", ""))
+    running.start()
+    status: dict[str, str] = {}
+    while running.is_alive() and status.get("Seccomp") != "2":
+        for pid in set(children()) - known:
+            with contextlib.suppress(OSError):
+                status = dict(line.split(":\t", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    assert {status[f"Cap{kind}"] for kind in ("Inh", "Prm", "Eff", "Amb")} == {"0" * 16}
+    assert (status["NoNewPrivs"], status["Seccomp"]) == ("1", "2")
+    running.join()
 
 
 def test_verdicts_cannot_be_forged(reward):
@@ -193,12 +244,13 @@ def test_forgeries_fool_a_checker_in_the_same_process(tmp_path):
 
 def test_scripts_are_confined_too(reward, place):
     row = {"tests": [{"input": "x\n", "output": "done"}]}
-    programs = [
-        filled(program, place) + "\nprint(attack())" for program in FREE.values() if X86 or "libc" not in program
-    ]
+    programs = {name: filled(program, place) for name, program in FREE.items() if X86 or "libc" not in program}
+    every = all_of(programs) + "\nprint(*[name for name, result in attack().items() if result == 'done'] or ['none'])"
+    ran = reward.sandbox.run(every, "")
+    assert (ran.output, ran.stopped) == (b"none\n", ""), ran
     bombs = [filled(BOMBS[name], place) + "\nprint(attack())" for name in ("endless output", "many files", "sleep")]
-    quick = CodeReward(Sandbox(reward.sandbox.method, Limits(timeout_s=0.8, memory_mb=512)), 2)
-    assert set(graded(quick, [*programs[::3], *bombs], **row)) == {0.0}
+    quick = CodeReward(Sandbox(reward.sandbox.method, Limits(timeout_s=1.0, memory_mb=512)), 2)
+    assert set(graded(quick, bombs, **row)) == {0.0}
     assert graded(reward, ["import os\nprint('done', flush=True)\nos._exit(1)", "print('done')"], **row) == [0.0, 1.0]
 
 

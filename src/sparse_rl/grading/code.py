@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +11,7 @@ from typing import Any
 
 from sparse_rl.grading.completion import text_of
 from sparse_rl.grading.outcome import Failed
+from sparse_rl.grading.workers import worker_count
 from sparse_rl.sandbox.extract import extract_program
 from sparse_rl.sandbox.isolation import isolation
 from sparse_rl.sandbox.process import Limits, Sandbox, Verdict
@@ -43,8 +43,7 @@ class CodeReward:
                 RuntimeWarning,
                 stacklevel=2,
             )
-        workers = workers or min(8, os.cpu_count() or 1)
-        return cls(Sandbox(found.method, limits or Limits()), workers)
+        return cls(Sandbox(found.method, limits or Limits()), worker_count(workers))
 
     def judge(self, completion: str, row: dict[str, Any]) -> Verdict:
         """How one completion fares, and why."""

@@ -3,7 +3,7 @@
 
 Graders hang: a formula can keep sympy busy for ever, in C code that no signal interrupts. So calls run in processes
 that are killed and replaced when the time is up. These are fresh interpreters, since the parent has CUDA and threads,
-which do not survive a fork.
+which do not survive a fork. A pool that is itself forked starts children of its own.
 
     with Workers("sparse_rl.grading.math:grade", count=2, timeout_s=5) as workers:
         workers.map([{"completion": "It is \\\\boxed{2/4}.", "right": "1/2"}])  # [1.0]
@@ -11,6 +11,7 @@ which do not survive a fork.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import queue
@@ -43,13 +44,24 @@ class Workers:
             raise ValueError(
                 f"workers: count is {count}, timeout_s is {timeout_s}; they must be at least 0 and above 0."
             )
-        self.count = count or min(MOST_WORKERS, _cores())
+        self.count = worker_count(count)
         self._spec = _Spec(target, timeout_s, memory_bytes)
+        self._closed = False
+        self._begin()
+        _pools.add(self)
+
+    def _begin(self) -> None:
+        """The state of a pool that has no children yet."""
         self._calls: _Calls = queue.SimpleQueue()
         self._children: list[_Child] = []
-        self._started = self._closed = False
+        self._started = False
         self._lock = threading.Lock()
         self._finalizer = weakref.finalize(self, _stop, self._calls, self._children, self.count)
+
+    def _after_fork(self) -> None:
+        """The threads stayed with the parent, and so do the children."""
+        self._finalizer.detach()
+        self._begin()
 
     def submit(self, item: Any) -> Future[Any]:
         """A future of the result, or of a `Failed`."""
@@ -59,8 +71,9 @@ class Workers:
                 raise RuntimeError("the workers are closed; make new ones.")
             if not self._started:
                 self._started = True
+                worked = threading.Event()
                 for _ in range(self.count):
-                    child = _Child(self._spec)
+                    child = _Child(self._spec, worked)
                     self._children.append(child)
                     threading.Thread(target=_serve, args=(self._calls, child), daemon=True, name="grader").start()
             self._calls.put((item, future))
@@ -87,6 +100,22 @@ class Workers:
 
 
 _Calls = queue.SimpleQueue[tuple[Any, Future[Any]] | None]
+_pools: weakref.WeakSet[Workers] = weakref.WeakSet()
+
+
+def _forked() -> None:
+    for pool in list(_pools):
+        pool._after_fork()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)
+
+
+def worker_count(asked: int) -> int:
+    """As many as were asked for; for 0 one a core that this process may use, at most 8."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return asked or min(MOST_WORKERS, cores)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,18 +126,27 @@ class _Spec:
 
 
 class _Child:
-    """One child process at a time, and a new one after each that had to be killed."""
+    """One child process at a time, and a new one after each that had to be killed.
 
-    def __init__(self, spec: _Spec) -> None:
+    worked: set by the first child of the pool that starts, after which one that does not is no error of the user's
+    """
+
+    def __init__(self, spec: _Spec, worked: threading.Event) -> None:
         self.spec = spec
+        self.worked = worked
         self.process: subprocess.Popen[bytes] | None = None
         self.closed = False
         self._lock = threading.Lock()  # between starting a process and closing
         self._number = 0
 
     def call(self, item: Any) -> Any:
-        """The function's result or a `Failed`; raises only if no child can be started."""
-        process = self.process or self._start()
+        """The function's result or a `Failed`; raises only if no child of the pool could ever be started."""
+        try:
+            process = self.process or self._restart()
+        except (RuntimeError, OSError) as error:
+            if not self.worked.is_set():
+                raise
+            return Failed(str(error))
         self._number += 1
         line = json.dumps({"id": self._number, "item": item}).encode() + b"\n"
         answer = self._exchange(process, line, self.spec.timeout_s)
@@ -124,6 +162,14 @@ class _Child:
         with self._lock:
             self.closed = True
         self._end()
+
+    def _restart(self) -> subprocess.Popen[bytes]:
+        try:
+            return self._start()
+        except (RuntimeError, OSError):
+            if not self.worked.is_set():
+                raise
+            return self._start()
 
     def _start(self) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-P", "-m", "sparse_rl.grading.child", self.spec.target]
@@ -143,16 +189,17 @@ class _Child:
             self._end()
             reason = answer.reason if isinstance(answer, Failed) else answer.get("error")
             raise RuntimeError(f"no worker for {self.spec.target!r} could be started: {reason}.")
+        self.worked.set()
         return process
 
     def _exchange(self, process: subprocess.Popen[bytes], line: bytes, limit_s: float) -> dict[str, Any] | Failed:
         """Send a line, wait for one. The timer kills the child, which ends both waits."""
         assert process.stdin is not None and process.stdout is not None
-        expired = threading.Event()
+        decided = threading.Lock()  # whoever takes it first decides: the timer or the answer
 
         def expire() -> None:
-            expired.set()
-            process.kill()
+            if decided.acquire(blocking=False):
+                process.kill()
 
         timer = threading.Timer(limit_s, expire)
         timer.daemon = True
@@ -164,8 +211,9 @@ class _Child:
         except OSError:  # a broken pipe
             answer = b""
         finally:
+            in_time = decided.acquire(blocking=False)
             timer.cancel()
-        if expired.is_set():
+        if not in_time:
             return Failed(f"timed out after {limit_s:g} s")
         if not answer:
             process.kill()  # it closed its pipe, which only its end should do
@@ -189,10 +237,6 @@ class _Child:
                     pass
 
 
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def _serve(calls: _Calls, child: _Child) -> None:
     """What each thread does: one call after the other, until told to stop."""
     while (call := calls.get()) is not None:
@@ -207,9 +251,10 @@ def _serve(calls: _Calls, child: _Child) -> None:
 
 
 def _stop(calls: _Calls, children: list[_Child], count: int) -> None:
-    while not calls.empty():
-        if (call := calls.get()) is not None:
-            call[1].cancel()
+    with contextlib.suppress(queue.Empty):
+        while True:
+            if (call := calls.get_nowait()) is not None:
+                call[1].cancel()
     for _ in range(count):
         calls.put(None)
     for child in children:

@@ -17,94 +17,18 @@ import ast
 import builtins
 import hashlib
 import importlib
+import json
 import os
 import sys
-from collections.abc import Iterator
 from typing import Any
 
+from sparse_rl.sandbox.child import READY, TASK
 from sparse_rl.sandbox.compare import as_expected, right
-from sparse_rl.sandbox.encoding import Unreadable, decode, encode, read_frame, write_frame
+from sparse_rl.sandbox.encoding import decode, encode, write_frame
+from sparse_rl.sandbox.remote import Broken, Gone, Remote, ask, asked, exceptions, number
 
-READY = b"\0ready\n"
-TASK = "task"  # its name in the private folder
 _LONG = 1 << 20  # bytes of a result's text
-_replies, _calls, _verdict = 0, 1, 2
-_asked: list[str] = []  # the calls so far: an error before the first one is not the program's
-
-
-class Broken(Exception):
-    """The test itself does not work."""
-
-
-class CandidateError(Exception):
-    """The program raised something that is not a built-in exception."""
-
-
-class Gone(Exception):
-    """The program's process has ended, or writes what nobody can read."""
-
-
-class Remote:
-    """A name or a thing of the program's. What is asked of it is asked over there; it equals nothing."""
-
-    def __init__(self, target: str | int) -> None:
-        object.__setattr__(self, "_target", target)
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __eq__(self, other: object) -> bool:
-        return False
-
-    def __call__(self, *arguments: Any, **named: Any) -> Any:
-        return _ask("call", self, list(arguments), named)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return _ask("get", self, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        _ask("set", self, name, value)
-
-    def __getitem__(self, key: Any) -> Any:
-        return _ask("item", self, key)
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(_ask("list", self))
-
-    def __len__(self) -> int:
-        return _ask("len", self)
-
-    def __bool__(self) -> bool:
-        return True
-
-
-def _number(value: Any) -> int:
-    if isinstance(value, Remote) and isinstance(value.__dict__["_target"], int):
-        return value.__dict__["_target"]
-    raise Broken(f"a {type(value).__name__} cannot be passed to a program in another process.")
-
-
-def _ask(verb: str, remote: Remote, *rest: Any) -> Any:
-    target = remote.__dict__["_target"]
-    request = encode([verb, target if isinstance(target, str) else remote, *rest], _number)
-    _asked.append(verb)
-    try:
-        write_frame(_calls, request)
-        reply = decode(read_frame(_replies), Remote)
-    except (EOFError, OSError):
-        raise Gone("the program ended before it answered.") from None
-    except Unreadable as error:
-        raise Gone(f"the program's answer cannot be read ({error}).") from None
-    if isinstance(reply, list) and len(reply) == 2 and reply[0] == "value":
-        return reply[1]
-    if isinstance(reply, list) and len(reply) == 3 and reply[0] == "raised":
-        kind = getattr(builtins, str(reply[1]), None)
-        kind = kind if isinstance(kind, type) and issubclass(kind, Exception) else CandidateError
-        if kind is CandidateError or issubclass(kind, UnicodeError):  # which wants more than a text
-            raise CandidateError(f"{reply[1]}: {reply[2]}")
-        raise kind(str(reply[2]))
-    raise Gone("the program's answer has no form.")
+_replies, _verdict = 0, 2
 
 
 def check() -> None:
@@ -116,7 +40,7 @@ def check() -> None:
     sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - test code may print
     try:
         judge = {"code": _Code, "calls": _Calls, "record": _Record}[kind](**task)
-    except Exception as error:
+    except (Exception, Broken) as error:
         _say("broken", f"{type(error).__name__}: {error}")
         return
     os.write(_verdict, READY)
@@ -130,7 +54,7 @@ def check() -> None:
         _say(*judge.verdict())
     except Broken as error:
         _say("broken", str(error))
-    except Exception as error:
+    except (Exception, Gone) as error:
         _say("failed", f"{type(error).__name__}: {error}")
 
 
@@ -139,30 +63,56 @@ def _say(verdict: str, detail: str | bytes) -> None:
     write_frame(_verdict, verdict.encode() + b"\n" + detail)
 
 
+class _Space(dict[str, Any]):
+    """The names of test code. Those that nobody has are the program's: functions, classes, and globals as they are."""
+
+    def __missing__(self, name: str) -> Any:
+        if hasattr(builtins, name) or name.startswith("__"):
+            raise KeyError(name)
+        value = ask("value", Remote(name))
+        if isinstance(value, Remote):
+            self[name] = value
+        return value
+
+
 class _Code:
-    """Statements, in the dataset's own words. Names that they use and nobody has are the program's."""
+    """Statements, in the dataset's own words."""
 
     def __init__(self, prelude: str, tests: list[str], names: list[str]) -> None:
         self.tests = [(text, compile(text, "tests", "exec")) for text in tests]
-        self.space: dict[str, Any] = {"__name__": "tests"}
-        exec(compile(prelude, "prelude", "exec"), self.space)
-        self.space |= {name: Remote(name) for name in names}
+        own: dict[str, Any] = {"__name__": "tests"}
+        exec(compile(prelude, "prelude", "exec"), own)
+        self.space = _Space(own | {name: Remote(name) for name in names})
         for node in (node for text in tests for node in ast.walk(ast.parse(text))):
-            inner = node.value if isinstance(node, ast.Attribute) else node
-            if isinstance(inner, ast.Name) and inner.id not in self.space and not hasattr(builtins, inner.id):
-                is_module = inner is not node and inner.id in sys.stdlib_module_names
-                self.space[inner.id] = importlib.import_module(inner.id) if is_module else Remote(inner.id)
+            self.prepare(node)
+
+    def prepare(self, node: ast.AST) -> None:
+        """Modules that nobody imported, exceptions that are the program's; Broken for what cannot work."""
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            name = node.value.id
+            if name in sys.stdlib_module_names and name not in self.space and not hasattr(builtins, name):
+                self.space[name] = importlib.import_module(name)
+        if isinstance(node, ast.ExceptHandler) and node.type is not None:
+            for name in (part.id for part in ast.walk(node.type) if isinstance(part, ast.Name)):
+                if name not in self.space and not hasattr(builtins, name):
+                    self.space[name] = exceptions[name] = type(name, (Exception,), {})
+        if isinstance(node, ast.Compare) and any(isinstance(how, ast.Is | ast.IsNot) for how in node.ops):
+            sides = [node.left, *node.comparators]
+            types = (isinstance(side, ast.Name) and hasattr(builtins, side.id) for side in sides)
+            if not any(types) and not any(isinstance(side, ast.Constant) for side in sides):
+                text = ast.unparse(node)
+                raise Broken(f"{text}: whether two things are one cannot be asked of a program in another process.")
 
     def verdict(self) -> tuple[str, str]:
         for i, (text, code) in enumerate(self.tests):
+            where = f"statement {i + 1} of {len(self.tests)}: {text.strip()[:200]}"
             try:
                 exec(code, self.space)
-            except Broken:
-                raise
+            except SystemExit:
+                raise Broken(f"the tests end their own process in {where}") from None
             except Exception as error:
-                where = f"statement {i + 1} of {len(self.tests)}: {text.strip()[:200]}"
-                return "failed" if _asked else "broken", f"{type(error).__name__}: {error} in {where}"
-        return ("passed", "") if _asked else ("broken", "the tests never call the program.")
+                return "failed" if asked else "broken", f"{type(error).__name__}: {error} in {where}"
+        return ("passed", "") if asked else ("broken", "the tests never call the program.")
 
 
 class _Calls:
@@ -180,15 +130,13 @@ class _Calls:
                 continue
             where = f"call {i + 1} of {len(self.inputs)}"
             try:
-                returned = _function(self.function)(*given)
-            except (Broken, Gone):
-                raise
+                returned = _called(self.function, given)
+                if kind == "digest":
+                    good = digest(encode(returned, number)) == known[0]
+                else:
+                    good = right(returned, known[0], given, self.atol, self.oracle)
             except Exception as error:
                 return "failed", f"{where} raised {type(error).__name__}: {error}"
-            if kind == "digest":
-                good = digest(encode(returned, _number)) == known[0]
-            else:
-                good = right(returned, known[0], given, self.atol, self.oracle)
             if not good:
                 return "failed", f"{where} returned {repr(returned)[:200]}, not {repr(known[0])[:200]}"
         return "passed", ""
@@ -205,17 +153,30 @@ class _Record:
 
     def one(self, given: Any) -> bytes:
         try:
-            text = encode(as_expected(_function(self.function)(*given), self.oracle), _number)
+            text = encode(as_expected(_called(self.function, given), self.oracle), number)
         except MemoryError:
             return encode(["unknown"])
         return encode(["digest", digest(text)]) if len(text) > _LONG else b'["value",' + text + b"]"
 
 
 def digest(text: bytes) -> str:
+    """Of an encoded value, in whatever order its sets and dicts are. Numbers have to be the same, not only close."""
+    if any(tag in text for tag in (b'{"s"', b'{"f"', b'{"d"')):  # a text has \" in the place of "
+        text = json.dumps(_sorted(json.loads(text))).encode()
     return hashlib.sha256(text).hexdigest()
 
 
-def _function(name: str) -> Remote:
-    """A function, or for "Solution.solve" a method of a fresh object."""
+def _sorted(part: Any) -> Any:
+    if isinstance(part, list):
+        return [_sorted(item) for item in part]
+    if not isinstance(part, dict):
+        return part
+    ((tag, body),) = part.items()
+    body = _sorted(body)
+    return {tag: sorted(body, key=json.dumps) if tag in ("s", "f", "d") else body}
+
+
+def _called(name: str, given: list[Any]) -> Any:
+    """What a function returned, or for "Solution.solve" a method of a fresh object."""
     holder, _, method = name.rpartition(".")
-    return getattr(Remote(holder)(), method) if holder else Remote(name)
+    return ask("call", getattr(Remote(holder)(), method) if holder else Remote(name), given, {})

@@ -15,6 +15,7 @@ from __future__ import annotations
 import builtins
 import contextlib
 import json
+import operator
 import os
 import sys
 import types
@@ -26,7 +27,7 @@ from sparse_rl.sandbox.confine import Confinement, confine
 from sparse_rl.sandbox.encoding import MAX_FRAME, decode, encode, read_frame, write_frame
 
 READY = b"\0ready\n"
-PROGRAM = "program.py"  # its name in the private folder
+PROGRAM, TASK = "program.py", "task"  # their names in the private folders
 
 
 def main() -> None:
@@ -52,7 +53,7 @@ def main() -> None:
     elif mode == "check":
         check()
     else:
-        os.write(1, READY + json.dumps(attempts(settings["secret"])).encode())
+        os.write(1, READY + json.dumps(attempts(settings["secret"], settings["confinement"]["landlock"])).encode())
 
 
 def _module(name: str) -> types.ModuleType:
@@ -95,14 +96,15 @@ def _answer() -> None:
             write_frame(replies, answers.reply(read_frame(requests)))
 
 
-# what can be asked of a thing of the program's
+# what can be asked of a thing of the program's, besides a call
 _VERBS: dict[str, Callable[..., Any]] = {
-    "call": lambda thing, arguments, named: thing(*arguments, **named),
+    "value": lambda thing: thing,
     "get": getattr,
     "set": setattr,
-    "item": lambda thing, key: thing[key],
     "list": lambda thing: list(islice(thing, 1_000_000)),
-    "len": len,
+    "builtin": lambda thing, name, *rest: getattr(builtins, name)(thing, *rest),
+    "operator": lambda thing, name, *rest: getattr(operator, name)(thing, *rest),
+    "reflected": lambda thing, name, other: getattr(operator, name)(other, thing),
 }
 
 
@@ -112,18 +114,33 @@ class _Answers:
     def __init__(self, module: types.ModuleType) -> None:
         self.module = module
         self.kept: list[Any] = []
+        self.numbers: dict[int, int] = {}
 
-    def keep(self, value: Any) -> int:
-        self.kept.append(value)
-        return len(self.kept) - 1
+    def keep(self, value: Any) -> list[Any]:
+        """A number, and the type's name if values of it may equal plain ones ("" if not)."""
+        number = self.numbers.setdefault(id(value), len(self.kept))
+        if number == len(self.kept):
+            self.kept.append(value)
+        kind: Any = type(value)
+        foreign = kind.__eq__ is not object.__eq__ and kind.__module__ != self.module.__name__
+        return [number, kind.__name__ if foreign else ""]
 
     def reply(self, request: bytes) -> bytes:
-        """["value", value] or ["raised", the exception's name, its text]."""
+        """["value", value, the arguments if the call changed them] or ["raised", the type's names, its text]."""
         try:
-            verb, target, *rest = decode(request, self.kept.__getitem__)
+            verb, target, *rest = decode(request, lambda number: self.kept[number])
             if isinstance(target, str):
                 target = getattr(self.module, target)
-            reply = encode(["value", _VERBS[verb](target, *rest)], self.keep)
+            changed = None
+            if verb == "call":
+                value = target(*rest[0], **rest[1])
+            elif verb == "call and show":
+                before = encode(rest, self.keep)
+                value = target(*rest[0], **rest[1])
+                changed = rest if encode(rest, self.keep) != before else None
+            else:
+                value = _VERBS[verb](target, *rest)
+            reply = encode(["value", value, changed], self.keep)
             if len(reply) > MAX_FRAME:
                 raise MemoryError(f"a result of {len(reply)} bytes is longer than {MAX_FRAME}.")
             return reply
@@ -132,4 +149,4 @@ class _Answers:
 
 
 def _raised(error: Exception) -> bytes:
-    return encode(["raised", type(error).__name__, str(error)[:500]])
+    return encode(["raised", [kind.__name__ for kind in type(error).__mro__], str(error)[:500]])

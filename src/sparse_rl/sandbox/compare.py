@@ -23,7 +23,8 @@ def right(returned: Any, expected: Any, given: Any, atol: float, oracle: str) ->
     """Whether a call with the arguments `given` returned what it should."""
     try:
         if oracle == "root":
-            return abs(sum(factor * math.pow(returned, i) for i, factor in enumerate(given[0]))) <= atol
+            value = sum(factor * math.pow(returned, i) for i, factor in enumerate(given[0]))
+            return isinstance(returned, int | float) and abs(value) <= atol
         if oracle in _ORACLES and _ORACLES[oracle](returned, expected, given, atol):
             return True
         if oracle in ("set", "not_none"):
@@ -75,7 +76,7 @@ def _lists(value: Any) -> Any:
 _ORACLES: dict[str, Callable[[Any, Any, Any, float], bool]] = {
     "any": lambda out, expected, given, atol: True,
     "or_zero": lambda out, expected, given, atol: out == 0,
-    "surface_area": lambda out, expected, given, atol: abs(out - _surface_area(*given)) <= atol,
+    "surface_area": lambda out, expected, given, atol: _all_close(out, _surface_area(*given), atol),
     "digit_distance": lambda out, expected, given, atol: out == _digit_distance(*given),
     "set": lambda out, expected, given, atol: set(out) == set(expected),
     "not_none": lambda out, expected, given, atol: expected == (out if isinstance(out, bool) else out is not None),

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a fresh Python process takes away from itself, for good, before it reads a line of a program.
 
-In order: limits, a user namespace with an empty network (where the machine allows it), every capability, the right to
-gain any, a death with its parent, Landlock (which files), seccomp (which system calls). Landlock and seccomp each hold
-alone. Nothing here is compiled, and nothing but the standard library is imported.
+In order: limits, namespaces with an empty network and a root of its own (where the machine allows them), every
+capability, the right to gain any, Landlock (which files), a death with its parent, seccomp (which system calls).
+Landlock and seccomp each hold alone, but neither hides that a file exists, how long it is and when it changed: that is
+the root's doing. Nothing here is compiled, and nothing but the standard library is imported.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from sparse_rl.sandbox.seccomp import SECCOMP_NR, build_filter, packed
 
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446  # Landlock's calls have one number on every architecture
 _PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS = 1, 38
-_CLONE_NEWUSER, _CLONE_NEWIPC, _CLONE_NEWNET = 0x10000000, 0x08000000, 0x40000000
+_CLONE_NEWNS, _CLONE_NEWUSER, _CLONE_NEWIPC, _CLONE_NEWNET = 0x00020000, 0x10000000, 0x08000000, 0x40000000
+_MS_BIND, _MS_REC, _MS_PRIVATE = 1 << 12, 1 << 14, 1 << 18
 _CAPSET_NR = {"x86_64": 126, "aarch64": 91}
 _CAPABILITY_VERSION = 0x20080522
 
@@ -30,6 +32,7 @@ _CAPABILITY_VERSION = 0x20080522
 _WRITE_FILE, _READ_FILE, _READ_DIR, _REMOVE_FILE, _MAKE_REG, _TRUNCATE = 1 << 1, 1 << 2, 1 << 3, 1 << 5, 1 << 8, 1 << 14
 _READ = _READ_FILE | _READ_DIR
 _PRIVATE = _READ | _WRITE_FILE | _REMOVE_FILE | _MAKE_REG | _TRUNCATE  # no folders, links, pipes or devices
+_DEVICES = {"/dev/null": _READ_FILE | _WRITE_FILE, "/dev/urandom": _READ_FILE}
 _FILE_RIGHTS = _READ_FILE | _WRITE_FILE | _TRUNCATE  # those that mean something for a file
 
 
@@ -57,8 +60,11 @@ def confine(wanted: Confinement) -> None:
     libc.syscall.restype = ctypes.c_long
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as score:
         score.write("1000")  # when memory runs out, this process goes first
-    for namespace in (_CLONE_NEWUSER, _CLONE_NEWNET, _CLONE_NEWIPC):
-        libc.unshare(namespace)  # where it is refused, the rest holds alone
+    if wanted.landlock:  # bubblewrap has done all this already
+        with contextlib.suppress(OSError):  # where namespaces are refused, the rest holds alone
+            _own_root(libc, wanted)
+        for namespace in (_CLONE_NEWNET, _CLONE_NEWIPC):
+            libc.unshare(namespace)
     protections = [_drop_capabilities, _no_new_privileges]
     if wanted.landlock:
         protections.append(_landlock)
@@ -93,6 +99,35 @@ def _checked(result: int, what: str) -> int:
         code = ctypes.get_errno()
         raise OSError(code, f"{what}: {os.strerror(code)}")
     return result
+
+
+def _own_root(libc: ctypes.CDLL, wanted: Confinement) -> None:
+    """A root folder that shows nothing but what may be read, and the private folder."""
+    user, group = os.getuid(), os.getgid()
+    _checked(libc.unshare(_CLONE_NEWUSER), "a user namespace")
+    for name, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
+        with open(f"/proc/self/{name}", "w") as file:
+            file.write(text)
+    _checked(libc.unshare(_CLONE_NEWNS), "a mount namespace")
+    root = "/proc"  # a folder that is everywhere, and that a program has no use for
+    shown = [path for path in (*wanted.readable, wanted.folder, *_DEVICES) if os.path.exists(path)]
+    _mount(libc, None, "/", None, _MS_REC | _MS_PRIVATE)
+    _mount(libc, "none", root, "tmpfs", 0)
+    for path in shown:
+        place = root + path
+        if os.path.isdir(path):
+            os.makedirs(place, exist_ok=True)
+        elif not os.path.exists(place):
+            os.makedirs(os.path.dirname(place), exist_ok=True)
+            os.close(os.open(place, os.O_CREAT))
+        _mount(libc, path, place, None, _MS_BIND | _MS_REC)
+    os.chroot(root)  # nothing of the old one is open, and without capabilities there is no way back
+    os.chdir(wanted.folder)
+
+
+def _mount(libc: ctypes.CDLL, source: str | None, target: str, kind: str | None, flags: int) -> None:
+    parts = (part and part.encode() for part in (source, target, kind))
+    _checked(libc.mount(*parts, ctypes.c_ulong(flags), None), f"mount {target}")
 
 
 def _drop_capabilities(libc: ctypes.CDLL, wanted: Confinement) -> None:
@@ -134,8 +169,8 @@ def _landlock(libc: ctypes.CDLL, wanted: Confinement) -> None:
         for path in wanted.readable:
             _permit(libc, ruleset, path, _READ & handled)
         _permit(libc, ruleset, wanted.folder, _PRIVATE & handled)
-        _permit(libc, ruleset, "/dev/null", (_READ_FILE | _WRITE_FILE) & handled)
-        _permit(libc, ruleset, "/dev/urandom", _READ_FILE)
+        for path, rights in _DEVICES.items():
+            _permit(libc, ruleset, path, rights)
         _checked(_call(libc, _RESTRICT_SELF, ruleset, 0), "landlock_restrict_self")
     finally:
         os.close(ruleset)

@@ -6,12 +6,14 @@ object of one key, its tag:
 
     (1, {2}) -> {"t": [1, {"s": [2]}]}        {1: b"x"} -> {"d": [[1, {"b": "78"}]]}        2**99 -> {"i": "0x8..."}
 
-A subclass becomes its base, a numpy scalar or array what `tolist` makes of it. Anything else is opaque: its owner keeps
-it and gives it a number, {"o": 7}, by which it can be named again but never looked into.
+A subclass becomes its base, a numpy scalar or array what `tolist` makes of it. A few types of the standard library are
+their name and what they are made from: {"k": ["decimal.Decimal", "0.1"]}. Anything else is opaque: its owner keeps it
+and gives it a number, {"o": 7}, by which it can be named again but never looked into.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import struct
@@ -22,18 +24,30 @@ MAX_DEPTH = 100
 MAX_FRAME = 64 << 20  # bytes; HumanEval+ has a result of 34 million
 _SMALL = 1 << 53
 _TAGS: tuple[tuple[Any, str], ...] = ((tuple, "t"), (set, "s"), (frozenset, "f"))
+_DAY, _CLOCK = ("year", "month", "day"), ("hour", "minute", "second", "microsecond")
+# Types by name (to import them all would cost every child milliseconds), and the arguments that make a value again.
+_KINDS: dict[str, Callable[[Any], list[Any]]] = {
+    "builtins.range": lambda value: [value.start, value.stop, value.step],
+    "collections.deque": lambda value: [list(value), value.maxlen],
+    "decimal.Decimal": lambda value: [str(value)],
+    "fractions.Fraction": lambda value: [value.numerator, value.denominator],
+    "datetime.timedelta": lambda value: [value.days, value.seconds, value.microseconds],
+    "datetime.date": lambda value: [getattr(value, name) for name in _DAY],
+    "datetime.time": lambda value: [getattr(value, name) for name in _CLOCK],
+    "datetime.datetime": lambda value: [getattr(value, name) for name in _DAY + _CLOCK],
+}
 
 
 class Unreadable(ValueError):
     """Bytes that no encoder of ours wrote, or a value that does not go into them."""
 
 
-def _no_opaque(value: Any) -> int:
+def _no_opaque(value: Any) -> Any:
     raise Unreadable(f"a {type(value).__name__} is not plain data.")
 
 
-def encode(value: Any, keep: Callable[[Any], int] = _no_opaque) -> bytes:
-    """The text of a value; `keep` numbers what is not plain."""
+def encode(value: Any, keep: Callable[[Any], Any] = _no_opaque) -> bytes:
+    """The text of a value; `keep` gives what stands for one that is not plain: a number, or anything JSON holds."""
     return json.dumps(_tagged(value, keep, 0), separators=(",", ":")).encode()
 
 
@@ -42,7 +56,7 @@ def encode_fields(**fields: bytes) -> bytes:
     return b'{"d":[' + b",".join(b"[%s,%s]" % (encode(name), text) for name, text in fields.items()) + b"]}"
 
 
-def _tagged(value: Any, keep: Callable[[Any], int], depth: int) -> Any:
+def _tagged(value: Any, keep: Callable[[Any], Any], depth: int) -> Any:
     kind = type(value)
     if value is None or kind is bool or kind is str or kind is float:
         return value
@@ -68,18 +82,21 @@ def _tagged(value: Any, keep: Callable[[Any], int], depth: int) -> Any:
         return {"c": [complex(value).real, complex(value).imag]}
     if kind.__module__ == "numpy" and hasattr(value, "tolist"):
         return _tagged(value.tolist(), keep, depth + 1)
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    if name in _KINDS and getattr(value, "tzinfo", None) is None:
+        return {"k": [name, *(_tagged(part, keep, depth + 1) for part in _KINDS[name](value))]}
     return {"o": keep(value)}
 
 
-def decode(text: bytes, opaque: Callable[[int], Any] = _no_opaque) -> Any:
-    """The value of a text; `opaque` makes what stands for a number that was kept. Unreadable for anything else."""
+def decode(text: bytes, opaque: Callable[[Any], Any] = _no_opaque) -> Any:
+    """The value of a text; `opaque` makes something of what `keep` gave. Unreadable for anything else."""
     try:
         return _plain(json.loads(text), opaque, 0)
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
+    except (ValueError, TypeError, LookupError, ArithmeticError, RecursionError) as error:
         raise Unreadable(f"this is not an encoded value: {str(error)[:80]}") from None
 
 
-def _plain(given: Any, opaque: Callable[[int], Any], depth: int) -> Any:
+def _plain(given: Any, opaque: Callable[[Any], Any], depth: int) -> Any:
     if depth > 2 * MAX_DEPTH + 2:
         raise Unreadable("too deep.")
     if isinstance(given, list):
@@ -94,10 +111,13 @@ def _plain(given: Any, opaque: Callable[[int], Any], depth: int) -> Any:
     if tag == "c":
         return complex(*body)
     if tag == "o":
-        return opaque(int(body))
+        return opaque(body)
     items = [_plain(item, opaque, depth + 1) for item in body]
     if tag == "d":
         return dict(items)
+    if tag == "k":
+        module, name = {name: name.split(".") for name in _KINDS}[items[0]]
+        return getattr(importlib.import_module(module), name)(*items[1:])
     return {"t": tuple, "s": set, "f": frozenset}[tag](items)
 
 

@@ -5,14 +5,19 @@ from __future__ import annotations
 
 import re
 import textwrap
+from itertools import zip_longest
 
-_FENCE = re.compile(r"^[ \t]*```[ \t]*([\w+-]*)[^\n]*\n(.*?)(?:^[ \t]*```|\Z)", re.MULTILINE | re.DOTALL)
+_FENCE = re.compile(r"^[ \t]*```[ \t]*([\w+-]*)[^\n]*(\n?)", re.MULTILINE)  # no part of it can match in two ways
 _PYTHON = ("python", "python3", "py", "python2")
 
 
 def extract_program(completion: str) -> str:
     """The last block fenced as Python, else the last fenced block without a language, else the whole text."""
-    blocks = [(language.lower(), body) for language, body in _FENCE.findall(completion)]
+    fences = list(_FENCE.finditer(completion))
+    pairs = zip_longest(fences[::2], fences[1::2])  # the last block may be cut off
+    blocks = [
+        (start[1].lower(), completion[start.end() : end.start() if end else None]) for start, end in pairs if start[2]
+    ]
     for languages in (_PYTHON, ("",)):
         found = [body for language, body in blocks if language in languages]
         if found:

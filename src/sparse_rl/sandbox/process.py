@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from sparse_rl.sandbox.child import PROGRAM, READY
+from sparse_rl.sandbox.child import PROGRAM, READY, TASK
 from sparse_rl.sandbox.confine import Confinement
 from sparse_rl.sandbox.encoding import MAX_FRAME
 
@@ -85,7 +85,7 @@ class Sandbox:
     def run(self, program: str, given: str) -> Ran:
         """Run a script with this text as its input."""
         with _folder() as folder:
-            _write(folder, PROGRAM, program)
+            _write(folder, PROGRAM, program.encode(errors="surrogatepass"))
             with tempfile.TemporaryFile() as stdin:
                 stdin.write(given.encode(errors="surrogatepass"))
                 stdin.seek(0)
@@ -104,9 +104,8 @@ class Sandbox:
         start = time.monotonic()
         with contextlib.ExitStack() as stack:
             mine, its = stack.enter_context(_folder()), stack.enter_context(_folder())
-            _write(its, PROGRAM, program)
-            with open(os.path.join(mine, "task"), "wb") as file:
-                file.write(task)
+            _write(its, PROGRAM, program.encode(errors="surrogatepass"))
+            _write(mine, TASK, task)
             calls_in, calls_out = os.pipe()
             replies_in, replies_out = os.pipe()
             try:
@@ -139,7 +138,7 @@ def _verdict(output: bytes, stopped: str, crashed: bool, seconds: float) -> Verd
 
 @contextlib.contextmanager
 def _folder() -> Iterator[str]:
-    """A private folder. Confined children make neither folders nor links in it."""
+    """A private folder. Confined children make neither folders nor links in it, and delete nothing."""
     path = os.path.realpath(tempfile.mkdtemp(prefix="sparse-rl-program-"))
     try:
         yield path
@@ -147,9 +146,9 @@ def _folder() -> Iterator[str]:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def _write(folder: str, name: str, text: str) -> None:
+def _write(folder: str, name: str, body: bytes) -> None:
     with open(os.path.join(folder, name), "wb") as file:
-        file.write(text.encode(errors="surrogatepass"))
+        file.write(body)
 
 
 @cache

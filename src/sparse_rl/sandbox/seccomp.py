@@ -15,8 +15,8 @@ _TABLE = """
 read:0:63 write:1:64 close:3:57 fstat:5:80 newfstatat:262:79 stat:4:- lstat:6:- statx:332:291 lseek:8:62
 mmap:9:222 mprotect:10:226 munmap:11:215 mremap:25:216 madvise:28:233 msync:26:227 brk:12:214 pread64:17:67
 pwrite64:18:68 readv:19:65 writev:20:66 access:21:- faccessat:269:48 faccessat2:439:439 readlink:89:-
-readlinkat:267:78 getdents64:217:61 getcwd:79:17 statfs:137:43 fstatfs:138:44 creat:85:- unlink:87:-
-unlinkat:263:35 ftruncate:77:46 rename:82:- renameat:264:38 renameat2:316:276 fsync:74:82 fdatasync:75:83
+readlinkat:267:78 getdents64:217:61 getcwd:79:17 statfs:137:43 fstatfs:138:44 creat:85:-
+ftruncate:77:46 fsync:74:82 fdatasync:75:83 sendto:44:206 recvfrom:45:207 shutdown:48:210 getsockopt:55:209
 fadvise64:221:223 sendfile:40:71 copy_file_range:326:285 pipe:22:- pipe2:293:59 dup:32:23
 dup2:33:- dup3:292:24 select:23:- pselect6:270:72 poll:7:- ppoll:271:73 rt_sigaction:13:134
 rt_sigprocmask:14:135 rt_sigreturn:15:139 rt_sigpending:127:136 rt_sigtimedwait:128:137
@@ -31,7 +31,7 @@ getegid:108:177 getgroups:115:158 exit:60:93 exit_group:231:94
 # Calls that are allowed with some arguments only, each with its rule in `_guarded`.
 _GUARDED = """
 open:2:- openat:257:56 clone:56:220 clone3:435:435 kill:62:129 tgkill:234:131 prlimit64:302:261
-prctl:157:167 fcntl:72:25 ioctl:16:29
+prctl:157:167 fcntl:72:25 ioctl:16:29 unlink:87:- unlinkat:263:35 socketpair:53:199
 """
 _ARCHES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column of the table, AUDIT_ARCH_*
 SECCOMP_NR = {"x86_64": 317, "aarch64": 277}
@@ -40,7 +40,9 @@ _ALLOW, _KILL = 0x7FFF0000, 0x80000000
 _X32_BIT = 0x40000000
 _LOAD, _JUMP_EQUAL, _JUMP_AT_LEAST, _JUMP_ANY_BIT, _AND, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x54, 0x06
 _CLONE_THREAD, _CLONE_NEW_ANYTHING = 0x10000, 0x7E020000
-_O_TRUNC, _O_ACCMODE = 0o1000, 0o3
+_O_TRUNC, _O_ACCMODE, _O_TMPFILE = 0o1000, 0o3, 0o20000000
+_AF_UNIX, _SOCK_STREAM, _SOCK_TYPE = 1, 1, 0xF
+_FIONBIO = 0x5421  # whether a socket waits
 _FCNTL = (0, 1, 2, 3, 4, 1030)  # F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_SETFL, F_DUPFD_CLOEXEC: none names a process
 _PRCTL = (15, 16)  # PR_SET_NAME, PR_GET_NAME
 
@@ -71,8 +73,17 @@ def _guarded(name: str, pid: int) -> list[Instruction]:
     """What is asked of the arguments of one call; every list ends in a return."""
     if name in ("open", "openat"):
         # Old kernels let Landlock's readers truncate: O_TRUNC has to come with a way of writing, which Landlock checks.
+        # And a file without a name would not be counted in the private folder.
         flags = _argument(1 if name == "open" else 2)
-        return [flags, (_AND, 0, 0, _O_TRUNC | _O_ACCMODE), (_JUMP_EQUAL, 0, 1, _O_TRUNC), _NO, _YES]
+        nameless: Instruction = (_JUMP_ANY_BIT, 2, 0, _O_TMPFILE)
+        return [flags, nameless, (_AND, 0, 0, _O_TRUNC | _O_ACCMODE), (_JUMP_EQUAL, 0, 1, _O_TRUNC), _NO, _YES]
+    if name in ("unlink", "unlinkat"):
+        # Says that it is done, and leaves the file, which goes with the folder: what is deleted while it is open or
+        # mapped takes room that nobody can count. Nothing is renamed either, since that deletes what it replaces.
+        return [_refuse(0)]
+    if name == "socketpair":  # asyncio's. A stream can be sent nowhere but to its other end.
+        local: list[Instruction] = [_argument(0), (_JUMP_EQUAL, 0, 3, _AF_UNIX)]
+        return [*local, _argument(1), (_AND, 0, 0, _SOCK_TYPE), (_JUMP_EQUAL, 1, 0, _SOCK_STREAM), _NO, _YES]
     if name == "clone":
         threads_only: list[Instruction] = [
             (_JUMP_ANY_BIT, 2, 0, _CLONE_NEW_ANYTHING),
@@ -83,8 +94,8 @@ def _guarded(name: str, pid: int) -> list[Instruction]:
         return [_argument(0), *threads_only]
     if name == "clone3":  # its flags are in memory, where no filter can look; libraries fall back to clone
         return [_refuse(errno.ENOSYS)]
-    if name == "ioctl":  # what an ordinary file answers
-        return [_refuse(errno.ENOTTY)]
+    if name == "ioctl":  # for the rest, what an ordinary file answers
+        return [_argument(1), (_JUMP_EQUAL, 0, 1, _FIONBIO), _YES, _refuse(errno.ENOTTY)]
     if name == "prlimit64":
         return _one_of(0, (0, pid))
     if name in ("kill", "tgkill"):

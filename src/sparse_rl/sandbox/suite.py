@@ -7,6 +7,12 @@ test_list                MBPP: assert statements, with `test_setup_code`
 test, entry_point        HumanEval: a function `check(candidate)`
 tests                    a user's own: assert statements, or {"input": ..., "output": ...}: texts for a script; with an
                          `entry_point` column, a list of arguments and a returned value
+
+Statements run in a process beside the program's. They may call its functions, make and use its objects, read its
+globals, catch its exceptions and look at lists, dicts and sets that it changed. Results are plain data, and Decimal,
+Fraction, deque, range and dates without a zone. What does not go over is the grader's failure, never a 0: a function
+passed to the program, `f(a) is a`, a result of another type of the library's that equals plain data (the keys of a
+dict). An object of the program's own class is compared with others of its own, and never equals plain data.
 """
 
 from __future__ import annotations
