@@ -11,6 +11,19 @@ from test_train_cli import run
 from sparse_rl.tasks.benchmarks import BENCHMARKS
 
 
+COLUMNS = {
+    "test": "def check(candidate): assert candidate(1) == 1",
+    "entry_point": "f",
+    "base_input": [[1]],
+    "plus_input": [],
+    "atol": 0,
+    "test_list": ["assert f(1) == 1"],
+    "public_tests": [{"input": "1", "output": "1", "testtype": "stdin"}],
+    "nums": [1, 2],
+    "target": 3,
+}
+
+
 def write(path, count, **more):
     path.parent.mkdir(parents=True, exist_ok=True)
     rows = [{"id": f"row-{i}", "problem": "?", "answer": str(i)} | more for i in range(count)]
@@ -40,7 +53,7 @@ def test_without_a_folder():
 def test_a_folder_that_is_well(tmp_path):
     for name, benchmark in BENCHMARKS.items():
         if name != "lookup":
-            write(tmp_path / name / "test.jsonl", benchmark.rows, **dict.fromkeys(benchmark.columns, "x"))
+            write(tmp_path / name / "test.jsonl", benchmark.rows, **{key: COLUMNS[key] for key in benchmark.columns})
     write(tmp_path / "simplerl_hard/train.jsonl", 4)
     write(tmp_path / "math/test.jsonl", 6)
     (tmp_path / "mine").mkdir()

@@ -31,8 +31,7 @@ def run(*arguments: str, capsys) -> tuple[int, str, str]:
 
 
 @pytest.fixture
-def data(tmp_path, monkeypatch):
-    monkeypatch.setattr("sparse_rl.evaluate.plan.MIN_BLOCK", small_eval.MIN_BLOCK)
+def data(tmp_path):
     toy(tmp_path / "data", seed=random.randrange(1 << 20))
     yield str(tmp_path / "data")
     del small_eval.BENCHMARKS["toy"]

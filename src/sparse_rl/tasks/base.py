@@ -105,6 +105,14 @@ class Rewards:
             raise ValueError(f"two reward functions share a name ({', '.join(names)}); rename one.")
         object.__setattr__(self, "names", names)
 
+    def check(self, columns: dict[str, Any]) -> str | None:
+        """What is wrong with a row, as the first function has it that cannot grade it."""
+        for name, function in zip(self.names, self.functions, strict=True):
+            check: Any = getattr(function, "check", None)
+            if check is not None and (wrong := check(columns)) is not None:
+                return f"{wrong} (reward {name!r})"
+        return None
+
     def grade(self, rollouts: list[Rollout], tokenizer: PreTrainedTokenizerBase) -> Graded:
         """Call every function once with all completions."""
         return self.grade_texts(rollouts, completion_texts(rollouts, tokenizer))

@@ -158,10 +158,9 @@ def check_columns(prompts: dict[str, Prompt], rewards: Rewards) -> None:
                     f"reward {name!r} asks for the column {wanted!r}, which no row has: the columns are "
                     f"{', '.join(known) or 'none but the prompt'}. Rename one, or give task.answer_key."
                 )
-        check: Any = getattr(function, "check", lambda columns: None)
-        for where, prompt in prompts.items():
-            if (wrong := check(prompt.columns)) is not None:
-                raise ValueError(f"{where} {wrong}; mend or remove it (reward {name!r}).")
+    for where, prompt in prompts.items():
+        if (wrong := rewards.check(prompt.columns)) is not None:
+            raise ValueError(f"{where} {wrong}; mend or remove it.")
 
 
 def _wanted(function: Any) -> list[str]:
