@@ -109,6 +109,26 @@ def test_a_dry_run_says_what_would_run(data, tmp_path, capsys):
     assert list(tmp_path.iterdir()) == [tmp_path / "data"]
 
 
+def test_an_error_leaves_a_partial_table(data, tmp_path, capsys, monkeypatch):
+    output, real = tmp_path / "out", small_eval.grade
+    monkeypatch.setattr(small_eval, "grade", lambda completions, level, **_: real(completions))
+    calls = []
+
+    def breaks(completions, **columns):
+        calls.append(completions)
+        if len(calls) > 1:
+            raise ZeroDivisionError("odd")
+        return real(completions)
+
+    monkeypatch.setattr(small_eval, "grade", breaks)
+    monkeypatch.setattr("sparse_rl.evaluate.grader.MAX_BATCH", 13)  # the first cell's 12, and its end
+    arguments = [*SMALL, "--problems", "6", "--engine.rows", "12", "--benchmarks", "toy", "--data-dir", data]
+    code, _, err = run(*arguments, "--output", str(output), capsys=capsys)
+    if (output / "table.md").exists():  # as far as it came
+        assert "PARTIAL" in (output / "table.md").read_text() and "hold what is done" in err
+    assert code == 2 and "raised ZeroDivisionError" in err
+
+
 def test_settings_from_a_file(data, tmp_path, capsys):
     config = tmp_path / "eval.yaml"
     config.write_text(f"models: [tiny]\nbenchmarks: [toy]\nkv: [full, 'rkv:16']\ndata_dir: {data}\nproblems: 3\n")
