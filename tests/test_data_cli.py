@@ -91,13 +91,17 @@ def test_cautions_of_rows(tmp_path):
             '{"id": 1, "problem": "?", "answer": "", "nums": [1], "target": "x"}',
             "line 31 has nums",
         ),
-        ("mbpp/test.jsonl", '{"id": 1, "problem": "?", "answer": "3", "test_list": [3]}', "line 31 has no tests that"),
+        (
+            "livecodebench_v1/test.jsonl",
+            '{"id": 1, "problem": "?", "answer": "3", "public_tests": "x"}',
+            "line 31 has no tests that can be read",
+        ),
         ("gsm8k/train.jsonl", '{"id": 1, "problem": "?"}', "line 31 has no answer"),
         ("mine/anything.jsonl", "{", "line 31 is not JSON"),
     ],
 )
 def test_damage(tmp_path, file, line, complaint):
-    write(tmp_path / file, 30, nums=[1], target=1, test_list=["assert f(1) == 1"])
+    write(tmp_path / file, 30, nums=[1], target=1, public_tests=COLUMNS["public_tests"])
     with (tmp_path / file).open("a") as opened:
         opened.write(line + "\n")
     code, out, _ = run("data", "check", "--data-dir", str(tmp_path))

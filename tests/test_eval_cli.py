@@ -13,6 +13,7 @@ import small_eval
 from small_eval import toy
 
 from sparse_rl.cli import main
+from sparse_rl.evaluate.store import Store
 from sparse_rl.report.eval_live import duration
 from sparse_rl.report.eval_page import write_eval_report
 
@@ -110,23 +111,26 @@ def test_a_dry_run_says_what_would_run(data, tmp_path, capsys):
 
 
 def test_an_error_leaves_a_partial_table(data, tmp_path, capsys, monkeypatch):
-    output, real = tmp_path / "out", small_eval.grade
-    monkeypatch.setattr(small_eval, "grade", lambda completions, level, **_: real(completions))
-    calls = []
+    """The first cell, one block, is written; the second is not."""
+    output, real, written = tmp_path / "out", Store.append, []
 
-    def breaks(completions, **columns):
-        calls.append(completions)
-        if len(calls) > 1:
-            raise ZeroDivisionError("odd")
-        return real(completions)
+    def append(self, *args, **kwargs):
+        written.append(self)
+        if len(written) == 2:
+            raise OSError("the disk is full")
+        return real(self, *args, **kwargs)
 
-    monkeypatch.setattr(small_eval, "grade", breaks)
-    monkeypatch.setattr("sparse_rl.evaluate.grader.MAX_BATCH", 13)  # the first cell's 12, and its end
-    arguments = [*SMALL, "--problems", "6", "--engine.rows", "12", "--benchmarks", "toy", "--data-dir", data]
-    code, _, err = run(*arguments, "--output", str(output), capsys=capsys)
-    if (output / "table.md").exists():  # as far as it came
-        assert "PARTIAL" in (output / "table.md").read_text() and "hold what is done" in err
-    assert code == 2 and "raised ZeroDivisionError" in err
+    monkeypatch.setattr(Store, "append", append)
+    code, _, err = run(*SMALL, "--benchmarks", "toy", "--data-dir", data, "--output", str(output), capsys=capsys)
+    assert (
+        code != 0 and "the disk is full" in err and "table.md and report.html hold what is done. PARTIAL: 1 of 2" in err
+    )
+    markdown = (output / "table.md").read_text()
+    assert "(partial)" in markdown and "| toy | full |" in markdown and "| toy | rkv:16 |" not in markdown
+    assert "PARTIAL: 1 of 2 cells are done." in Page((output / "report.html").read_text()).text
+    monkeypatch.setattr(Store, "append", real)
+    arguments = (*SMALL, "--benchmarks", "toy", "--data-dir", data, "--output", str(output), "--resume")
+    assert run(*arguments, capsys=capsys)[0] == 0 and "partial" not in (output / "table.md").read_text()
 
 
 def test_settings_from_a_file(data, tmp_path, capsys):
