@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -153,7 +153,7 @@ def _settings(evaluation: Evaluation, suites: dict[str, Suite]) -> dict[str, Any
     return {**found, "version": sparse_rl.__version__}
 
 
-def _check_kinds(found: Any, kinds: dict[str, type]) -> None:
+def _check_kinds(found: Any, kinds: Mapping[str, type]) -> None:
     """TypeError unless it is a table with values of these kinds."""
     if not isinstance(found, dict) or not all(isinstance(found.get(key), kind) for key, kind in kinds.items()):
         raise TypeError(f"not a table with {', '.join(kinds)}")
