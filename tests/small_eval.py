@@ -16,13 +16,12 @@ import sys
 import zlib
 from pathlib import Path
 
-from sparse_rl.evaluate import Evaluation, evaluate_benchmarks, plan
+from sparse_rl.evaluate import Evaluation, evaluate_benchmarks
 from sparse_rl.grading import Failed
 from sparse_rl.rollout import EngineConfig
 from sparse_rl.tasks.benchmarks import BENCHMARKS, Benchmark
 
 NUM_ROWS = 10
-MIN_BLOCK = 4  # samples; several blocks a cell
 
 
 def grade(completions, **columns):
@@ -122,7 +121,6 @@ def in_child(work) -> int:
 
 
 def main() -> None:
-    plan.MIN_BLOCK = MIN_BLOCK
     folder, draw = Path(sys.argv[1]), random.Random(int(sys.argv[2]))
     gc.freeze()  # children need not look at, and so copy, what was there before
     toy(folder / "data", seed=draw.randrange(1000))

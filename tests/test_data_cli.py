@@ -10,6 +10,18 @@ from test_train_cli import run
 
 from sparse_rl.tasks.benchmarks import BENCHMARKS
 
+COLUMNS = {
+    "test": "def check(candidate): assert candidate(1) == 1",
+    "entry_point": "f",
+    "base_input": [[1]],
+    "plus_input": [],
+    "atol": 0,
+    "test_list": ["assert f(1) == 1"],
+    "public_tests": [{"input": "1", "output": "1", "testtype": "stdin"}],
+    "nums": [1, 2],
+    "target": 3,
+}
+
 
 def write(path, count, **more):
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -40,7 +52,7 @@ def test_without_a_folder():
 def test_a_folder_that_is_well(tmp_path):
     for name, benchmark in BENCHMARKS.items():
         if name != "lookup":
-            write(tmp_path / name / "test.jsonl", benchmark.rows, **dict.fromkeys(benchmark.columns, "x"))
+            write(tmp_path / name / "test.jsonl", benchmark.rows, **{key: COLUMNS[key] for key in benchmark.columns})
     write(tmp_path / "simplerl_hard/train.jsonl", 4)
     write(tmp_path / "math/test.jsonl", 6)
     (tmp_path / "mine").mkdir()
@@ -74,12 +86,22 @@ def test_cautions_of_rows(tmp_path):
         ("aime24/test.jsonl", '{"id": 1,', "line 31 is not JSON"),
         ("aime24/test.jsonl", '{"id": "row-3", "problem": "?", "answer": "3"}', "line 31 has the id 'row-3' of line 4"),
         ("countdown/test.jsonl", '{"id": 1, "problem": "?", "answer": "3"}', "line 31 has no nums, target"),
+        (
+            "countdown/test.jsonl",
+            '{"id": 1, "problem": "?", "answer": "", "nums": [1], "target": "x"}',
+            "line 31 has nums",
+        ),
+        (
+            "livecodebench_v1/test.jsonl",
+            '{"id": 1, "problem": "?", "answer": "3", "public_tests": "x"}',
+            "line 31 has no tests that can be read",
+        ),
         ("gsm8k/train.jsonl", '{"id": 1, "problem": "?"}', "line 31 has no answer"),
         ("mine/anything.jsonl", "{", "line 31 is not JSON"),
     ],
 )
 def test_damage(tmp_path, file, line, complaint):
-    write(tmp_path / file, 30, nums=[1], target=1)
+    write(tmp_path / file, 30, nums=[1], target=1, public_tests=COLUMNS["public_tests"])
     with (tmp_path / file).open("a") as opened:
         opened.write(line + "\n")
     code, out, _ = run("data", "check", "--data-dir", str(tmp_path))
@@ -89,6 +111,15 @@ def test_damage(tmp_path, file, line, complaint):
     name = file.split("/")[0]
     if name in BENCHMARKS and file.endswith("test.jsonl"):
         assert cells(out)[name][0] == "damaged"
+
+
+def test_a_folder_in_place_of_a_file_is_damage(tmp_path):
+    for name in ("addsub/test.jsonl", "mine/train.jsonl"):
+        (tmp_path / name).mkdir(parents=True)
+    write(tmp_path / "singleop/test.jsonl", 112)
+    code, out, _ = run("data", "check", "--data-dir", str(tmp_path))
+    assert code == 1 and out.count("it cannot be read (Is a directory)") == 2
+    assert cells(out)["addsub"][0] == "damaged" and cells(out)["singleop"][0] == "folder"
 
 
 def test_much_damage_is_cut_short(tmp_path):

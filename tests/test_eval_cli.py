@@ -13,6 +13,7 @@ import small_eval
 from small_eval import toy
 
 from sparse_rl.cli import main
+from sparse_rl.evaluate.store import Store
 from sparse_rl.report.eval_live import duration
 from sparse_rl.report.eval_page import write_eval_report
 
@@ -31,8 +32,7 @@ def run(*arguments: str, capsys) -> tuple[int, str, str]:
 
 
 @pytest.fixture
-def data(tmp_path, monkeypatch):
-    monkeypatch.setattr("sparse_rl.evaluate.plan.MIN_BLOCK", small_eval.MIN_BLOCK)
+def data(tmp_path):
     toy(tmp_path / "data", seed=random.randrange(1 << 20))
     yield str(tmp_path / "data")
     del small_eval.BENCHMARKS["toy"]
@@ -108,6 +108,29 @@ def test_a_dry_run_says_what_would_run(data, tmp_path, capsys):
     assert code == 0 and "8 cells: 2 models x 2 benchmarks x 2 caches (full, rkv:16)" in out
     assert "96 samples, at most 480 tokens" in out and "n is 2 instead of 1" in " ".join(out.split())
     assert list(tmp_path.iterdir()) == [tmp_path / "data"]
+
+
+def test_an_error_leaves_a_partial_table(data, tmp_path, capsys, monkeypatch):
+    """The first cell, one block, is written; the second is not."""
+    output, real, written = tmp_path / "out", Store.append, []
+
+    def append(self, *args, **kwargs):
+        written.append(self)
+        if len(written) == 2:
+            raise OSError("the disk is full")
+        return real(self, *args, **kwargs)
+
+    monkeypatch.setattr(Store, "append", append)
+    code, _, err = run(*SMALL, "--benchmarks", "toy", "--data-dir", data, "--output", str(output), capsys=capsys)
+    assert (
+        code != 0 and "the disk is full" in err and "table.md and report.html hold what is done. PARTIAL: 1 of 2" in err
+    )
+    markdown = (output / "table.md").read_text()
+    assert "(partial)" in markdown and "| toy | full |" in markdown and "| toy | rkv:16 |" not in markdown
+    assert "PARTIAL: 1 of 2 cells are done." in Page((output / "report.html").read_text()).text
+    monkeypatch.setattr(Store, "append", real)
+    arguments = (*SMALL, "--benchmarks", "toy", "--data-dir", data, "--output", str(output), "--resume")
+    assert run(*arguments, capsys=capsys)[0] == 0 and "partial" not in (output / "table.md").read_text()
 
 
 def test_settings_from_a_file(data, tmp_path, capsys):

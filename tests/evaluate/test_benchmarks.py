@@ -33,8 +33,7 @@ SEED = random.randrange(1 << 20)
 
 
 @pytest.fixture
-def data(tmp_path, monkeypatch):
-    monkeypatch.setattr("sparse_rl.evaluate.plan.MIN_BLOCK", small_eval.MIN_BLOCK)
+def data(tmp_path):
     toy(tmp_path / "data", seed=SEED)
     yield tmp_path / "data"
     del small_eval.BENCHMARKS["toy"]

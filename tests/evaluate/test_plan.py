@@ -59,6 +59,7 @@ def made(**changes):
         ({"models": ()}, "--models has nothing in it"),
         ({"models": ("",)}, "--models has nothing in it"),
         ({"benchmarks": ("lookup", "lookup")}, "--benchmarks has 'lookup' twice"),
+        ({"benchmarks": ("lookup", "lookup:pairs=10")}, "'lookup' and 'lookup:pairs=10', which are the same"),
         ({"benchmarks": ("gms8k",)}, "did you mean gsm8k"),
         ({"kv": ("rkv:64", "rkv:budget=64")}, "which are the same cache"),
         ({"protocol": "mine"}, "protocol is 'mine'; choose one of default"),
@@ -93,4 +94,5 @@ def test_what_the_chat_template_gets_is_a_departure_where_there_is_a_chat():
 
 def test_blocks_keep_the_rows_busy_and_hold_whole_problems():
     assert made(engine=EngineConfig(rows=512), n=3, temperature=1.0).block_problems("lookup") == 2048 // 3
+    assert made(engine=EngineConfig(rows=2)).block_problems("lookup") == 8
     assert made(n=4096, temperature=1.0).block_problems("lookup") == 1

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from types import SimpleNamespace
 
@@ -10,6 +11,7 @@ import pytest
 import small_eval
 from small_eval import small, toy
 
+from sparse_rl.evaluate import Evaluation
 from sparse_rl.evaluate.suite import build_prompts, build_suites
 from sparse_rl.model.tiny import tiny_tokenizer
 from sparse_rl.tasks.rows import RowsConfig
@@ -81,3 +83,37 @@ def test_a_folder_in_the_home_is_found(data, monkeypatch):
     monkeypatch.setenv("HOME", str(data.parent))
     suites = [build_suites(small(folder))["toy"] for folder in (data, "~/data")]
     assert suites[0].digest == suites[1].digest
+
+
+def test_what_is_not_as_published_is_a_departure(data):
+    path = data / "toy/test.jsonl"
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([lines[0].replace('"answer": "0"', '"answer": ""'), *lines[1:6]]) + "\n")
+    said = build_suites(small(data, problems=3))["toy"].departures[-3:]
+    assert said == [
+        "it has 6 rows here and 10 as published",
+        "1 rows have no answer and are left out: toy-0",
+        "3 of 5 problems are taken, a sample",
+    ]
+    assert "sample" not in build_suites(small(data, problems=5))["toy"].departures[-1]
+
+
+def test_a_row_that_cannot_be_graded_is_named(data, monkeypatch):
+    monkeypatch.setattr(
+        small_eval.grade, "check", lambda row: "is odd" if row["id"] == "toy-3" else None, raising=False
+    )
+    with pytest.raises(ValueError, match=r"problem 'toy-3' of toy is odd \(reward 'grade'\); mend or remove it"):
+        build_suites(small(data))
+
+
+def test_countdown_needs_no_answer(tmp_path):
+    (tmp_path / "countdown").mkdir()
+    row = {"id": "a", "problem": "?", "answer": "", "nums": [1, 2], "target": 3}
+    path = tmp_path / "countdown/test.jsonl"
+    path.write_text(json.dumps(row) + "\n")
+    evaluation = Evaluation(models=("tiny",), benchmarks=("countdown",), data_dir=str(tmp_path))
+    suite = build_suites(evaluation)["countdown"]
+    assert [row["id"] for row in suite.rows] == ["a"] and not any("no answer" in said for said in suite.departures)
+    path.write_text(json.dumps(row | {"target": "3"}) + "\n")
+    with pytest.raises(ValueError, match=r"test.jsonl is damaged: line 1 has nums \[1, 2\] and target '3'"):
+        build_suites(evaluation)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 
 import huggingface_hub
@@ -13,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from sparse_rl.model.attention import NAME, UnsupportedModelError
 from sparse_rl.model.dry_run import _Recorder, dry_run
-from sparse_rl.model.load import load, stop_ids
+from sparse_rl.model.load import load, load_reader, stop_ids
 from sparse_rl.model.tiny import FAMILIES, WINDOW, tiny_model, tiny_tokenizer
 
 SMALL = {
@@ -192,3 +193,24 @@ def test_a_dry_run_leaves_the_model_as_it_was(monkeypatch):
     with pytest.raises(UnsupportedModelError, match="no eager attention"):
         dry_run(model)
     assert model.config._attn_implementation == NAME and model.training
+
+
+@pytest.mark.parametrize("name", ["tiny", "tiny:qwen3", "embedded", "folder", "adapter"])
+def test_what_is_read_without_weights_is_what_is_loaded(tmp_path, name):
+    if name in ("folder", "adapter"):
+        tiny_model(max_position_embeddings=77).save_pretrained(tmp_path / "folder")
+        tiny_tokenizer().save_pretrained(tmp_path / "folder")
+        (tmp_path / "adapter").mkdir()
+        base = {"peft_type": "LORA", "base_model_name_or_path": str(tmp_path / "folder")}
+        (tmp_path / "adapter/adapter_config.json").write_text(json.dumps(base))
+    reader = load_reader(str(tmp_path / name) if name in ("folder", "adapter") else name)
+    loaded = load(str(tmp_path / "folder") if name in ("folder", "adapter") else name)
+    assert reader.context == loaded.context and reader.tokenizer.get_vocab() == loaded.tokenizer.get_vocab()
+
+
+def test_a_reader_that_cannot_be_had_is_said(tmp_path):
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "no/such/model"}')
+    with pytest.raises(ValueError, match="is an adapter of 'no/such/model', which cannot be loaded"):
+        load_reader(str(tmp_path))
+    with pytest.raises(ValueError, match="no tiny model of family 'x'"):
+        load_reader("tiny:x")

@@ -6,11 +6,13 @@ from __future__ import annotations
 import math
 
 import pytest
+from matplotlib.figure import Figure
 
 from sparse_rl.evaluate import Cell, Evaluation
 from sparse_rl.evaluate.protocols import PROTOCOLS
 from sparse_rl.evaluate.results import Measured, headlines
-from sparse_rl.report.eval_table import departures, details, failures, groups, markdown, overview
+from sparse_rl.report.eval_page import _shown_from_0, picture
+from sparse_rl.report.eval_table import departures, details, failures, groups, markdown, overview, print_tables
 
 
 def cell(cache, mean, **more):
@@ -39,7 +41,11 @@ def cell(cache, mean, **more):
 
 def results(*cells, **more):
     known = {"protocol": "default", "notes": [], "headlines": [], "command": "sparse-rl eval", "hardware": "a chip"}
-    return known | {"versions": {"torch": "2"}, "commit": "abc", "cells": list(cells)} | more
+    return (
+        known
+        | {"partial": None, "resumes": [], "versions": {"torch": "2"}, "commit": "abc", "cells": list(cells)}
+        | more
+    )
 
 
 DENSE = cell("full", 0.5)
@@ -85,6 +91,38 @@ def test_the_headline_is_the_plain_average_of_all_its_sets():
     assert found["se"] == pytest.approx(0.5 / len(names)) and math.isfinite(found["se"])
     some = Evaluation(models=("m",), benchmarks=names[1:], protocol="sparse-rl")
     assert headlines(some, measured[1:]) == []
+
+
+def test_a_table_that_is_partial_has_gaps():
+    by_level = {level: {"mean": 0.5, "se": None, "count": 2} for level in ("1", "2")}
+    cells = (cell("full", 0.5, by_level=by_level), cell("rkv:8", 0.25), cell("full", 0.75, benchmark="b"))
+    found = results(*cells, partial="PARTIAL: 2 of 4 cells are done.")
+    table = overview(found, "m")
+    assert table.head[1:3] == ["toy, pass@1", "b, pass@1"]
+    assert [row[1:3] for row in table.rows] == [["50.0 ± 1.2", "75.0 ± 1.2"], ["25.0 ± 1.2", "–"]]
+    assert groups(found, "m")[0].rows == [["1", "2", "50.0", "–"], ["2", "2", "50.0", "–"]]
+    assert "(partial)" in markdown(found) and "PARTIAL: 2 of 4" in markdown(found) and "<svg" in picture(found, "m")
+
+
+def test_names_are_no_markup(capsys):
+    print_tables(results(cell("full", 0.5, model="models/m[/x][red]")))
+    assert capsys.readouterr().out.count("models/m[/x][red]") == 2
+
+
+def test_an_axis_of_nothing_is_a_percent():
+    axes = Figure().subplots()
+    axes.plot([0, 1], [0.0, 0.0])
+    _shown_from_0(axes)
+    assert axes.get_ylim() == (0, 1)
+    axes.plot([0, 1], [40.0, 60.0])
+    axes.autoscale()
+    _shown_from_0(axes)
+    assert axes.get_ylim()[0] == 0 and axes.get_ylim()[1] > 60
+
+
+def test_who_went_on_is_said():
+    resume = {"command": "sparse-rl eval", "resumed": "2026-01-01", "hardware": "another chip"}
+    assert "Resumed 2026-01-01 with hardware another chip." in markdown(results(DENSE, resumes=[resume]))
 
 
 def test_levels_fold_out():

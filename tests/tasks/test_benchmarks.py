@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from sparse_rl.tasks.benchmark_rows import Hub, renamed
-from sparse_rl.tasks.benchmarks import BENCHMARKS, LOOKUPS, PACKAGED, find, look, problems
+from sparse_rl.tasks.benchmarks import BENCHMARKS, LOOKUPS, PACKAGED, find, look, read_problems
 from sparse_rl.tasks.rewards import build_reward
 
 # what the hub's sets look like, a row each, and what becomes of it
@@ -114,6 +114,10 @@ def write(folder, name, rows):
     return path
 
 
+def problems(name, folder=None):
+    return read_problems(name, folder)[0]
+
+
 def made(count, **more):
     return [{"id": f"row-{i}", "problem": f"What is {i} + 1?", "answer": str(i + 1)} | more for i in range(count)]
 
@@ -162,7 +166,7 @@ def test_a_folder_comes_first(tmp_path, caplog):
     rows = made(3, level=2, subject="Algebra")
     write(tmp_path, "gsm8k", rows)
     assert problems("gsm8k", tmp_path) == problems("gsm8k", str(tmp_path)) == rows
-    assert "gsm8k has 3 rows here and 1319 as published." in caplog.text
+    assert "gsm8k: it has 3 rows here and 1319 as published." in caplog.text
     assert len(problems("svamp", tmp_path)) == 300  # still the package's
     with pytest.raises(ValueError, match="the data folder 'nowhere' is not there"):
         problems("gsm8k", "nowhere")
@@ -251,7 +255,7 @@ def test_rows_of_the_hub(name, hub, caplog):
     caplog.set_level(logging.WARNING)
     assert problems(name) == [ours]
     assert hub.asked == [(known.path, known.config, known.split)]
-    assert f"{name} has 1 rows here" in caplog.text
+    assert f"{name}: it has 1 rows here" in caplog.text
     hub.sets[known.path] = [{"question_text": "?"}]
     with pytest.raises(ValueError, match=r"hub:.* has no column '"):
         problems(name)

@@ -219,3 +219,24 @@ def test_a_resumed_run_goes_on_at_the_next_row(tmp_path):
     digest = hashlib.sha256((tmp_path / "rows.jsonl").read_bytes()).hexdigest()
     recorded = json.loads((tmp_path / "run" / "run.json").read_text())["config"]["task"]
     assert (recorded["train_sha256"], recorded["layout"]) == (digest[:16], "trl")
+
+
+@pytest.mark.parametrize("asked", ["trainer_state", "log_extra", "log_metric"])
+def test_what_only_trl_gives_needs_a_default(tmp_path, asked):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n')
+    file = tmp_path / "mine.py"
+    config = RowsConfig(train_file=str(tmp_path / "rows.jsonl"), rewards=(f"{file}:score",))
+    file.write_text(f"def score(completions, {asked}, **kwargs): return [0.0] * len(completions)\n")
+    with pytest.raises(ValueError, match=rf"asks for '{asked}', which only TRL's trainer has; .*{asked}=None"):
+        config.build(tiny_tokenizer())
+    file.write_text(f"def score(completions, {asked}=None, **kwargs): return [0.0] * len(completions)\n")
+    config.build(tiny_tokenizer())
+
+
+def test_a_function_that_does_not_take_every_column_is_refused(tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "answer": "1", "level": 2}\n')
+    file = tmp_path / "mine.py"
+    config = RowsConfig(train_file=str(tmp_path / "rows.jsonl"), rewards=(f"{file}:score",))
+    file.write_text("def score(prompts, completions, completion_ids, answer): return [0.0]\n")
+    with pytest.raises(ValueError, match=r"'score' does not take level; .* add \*\*kwargs"):
+        config.build(tiny_tokenizer())

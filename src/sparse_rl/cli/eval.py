@@ -21,7 +21,9 @@ DESCRIPTION = """Evaluate models on benchmarks, with a dense and with compressed
 Every model is run on every benchmark with every cache: accuracy with its standard error, the difference to the dense
 cache (paired by problem), KV saved, tokens per answer, tok/s. Answers are graded while others are generated; one whose
 grader fails is counted and left out. OUTPUT gets every sample (samples/**/samples.jsonl), results.json, table.md and
-report.html. An evaluation that was killed, at any point, goes on with the same command and --resume, to the same table.
+report.html. An evaluation that was killed, at any point, goes on with the same command and --resume, to the same table;
+a kill loses at most one block, the last 4 x engine.rows samples. What Ctrl-C or an error ends has a table of what is
+done, marked as partial.
 
 A cache is `full`, POLICY:BUDGET, or POLICY:key=value,... with any setting of the policy. A protocol says how each
 benchmark is run (prompt, samples, temperature, length, metrics); flags that depart from it are noted in the table.
@@ -64,7 +66,7 @@ def run(arguments: list[str]) -> None:
     logging.basicConfig(format="sparse-rl: %(levelname)s: %(message)s", level=logging.WARNING, stream=sys.stderr)
     quiet_bars()
     folder = Path(settings.output)
-    results = evaluate_benchmarks(evaluation, folder, resume=settings.resume, observer=EvalLive())
+    results = evaluate_benchmarks(evaluation, folder, resume=settings.resume, observer=EvalLive(folder))
     write_eval_report(results, folder)
     print_tables(results)
     print(f"{folder / 'results.json'}, {folder / 'table.md'}, {folder / 'report.html'}")
@@ -127,6 +129,7 @@ def _evaluation(settings: Namespace) -> Evaluation:
 def _dry_run(evaluation: Evaluation) -> None:
     """Cells, prompts and tokens at most; problems are read, graders made, no model is loaded."""
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     from sparse_rl.evaluate.suite import build_suites
@@ -143,12 +146,16 @@ def _dry_run(evaluation: Evaluation) -> None:
         samples, tokens = samples + count, tokens + count * own.max_tokens
         numbers = (len(suite.rows), own.n, own.temperature, own.top_p, own.max_tokens)
         table.add_row(
-            name, *(str(number) for number in numbers), own.template, ", ".join(own.metrics), suite.rewards.names[0]
+            name,
+            *(str(number) for number in numbers),
+            escape(own.template),
+            ", ".join(own.metrics),
+            escape(suite.rewards.names[0]),
         )
     console, runs = Console(), len(evaluation.models) * len(evaluation.kv)
     console.print(table)
-    for name in suites:
-        changed = ", ".join(evaluation.departures(name))
+    for name, suite in suites.items():
+        changed = ", ".join(suite.departures)
         if changed:
             console.print(f"{name} departs from the protocol: {changed}", highlight=False, markup=False)
     console.print(

@@ -7,7 +7,8 @@
                 for each block of problems: generate -> (thread: grade -> write)
 
 A block is a function of the weights, the settings and its place, and is on disk whole or not at all, so an evaluation
-that was killed anywhere goes on to the same table.
+that was killed anywhere goes on to the same table. Every model's prompts are made before anything is generated, so
+that what is wrong with the last model is known at once; an evaluation that ends early has a table of what is done.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import copy
 import json
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,7 @@ from sparse_rl.evaluate.record import Record, cell_folders, check_folder
 from sparse_rl.evaluate.results import compare, headlines, measure
 from sparse_rl.evaluate.store import Store
 from sparse_rl.evaluate.suite import Prompts, Suite, build_prompts, build_suites
-from sparse_rl.model.load import check_device, load
+from sparse_rl.model.load import check_device, load, load_reader
 from sparse_rl.rollout import Progress
 from sparse_rl.rollout.memory import GuardedEngine, Memory, free
 from sparse_rl.runfolder import lock, write_whole
@@ -41,20 +43,30 @@ def evaluate_benchmarks(
     """Run what is not on disk yet; the contents of results.json, which lies in the folder with all samples."""
     folder = Path(output)
     check_device(evaluation.device)
-    check_folder(folder, resume=resume)
+    going_on = check_folder(folder, resume=resume)
     suites = build_suites(evaluation)
+    prompts = {} if going_on else {name: ask(name, evaluation, suites) for name in evaluation.models}
     folder.mkdir(parents=True, exist_ok=True)
     with lock(folder, "evaluating"):
-        resume = check_folder(folder, resume=resume)  # again, now that nobody else writes
-        run = Run(folder, evaluation, suites, resume=resume, observer=observer or EvalObserver())
+        going_on = check_folder(folder, resume=resume)  # again, now that nobody else writes
+        run = Run(folder, evaluation, suites, prompts, resume=going_on, observer=observer or EvalObserver())
         try:
             run.generate()
+        except BaseException:
+            run.end_early()
+            raise
         finally:
             run.observer.on_end()
-        text = json.dumps(run.results(), indent=1, allow_nan=False)
-        write_whole(folder / "results.json", f"{text}\n")
-    results: dict[str, Any] = json.loads(text)  # as a reader of the file has them
-    return results
+        return run.write_results()
+
+
+def ask(name: str, evaluation: Evaluation, suites: dict[str, Suite]) -> dict[str, Prompts]:
+    """What the model is asked, by benchmark; its weights are not needed."""
+    reader = load_reader(name)
+    try:
+        return {benchmark: build_prompts(suite, evaluation, reader) for benchmark, suite in suites.items()}
+    except ValueError as error:
+        raise ValueError(f"model {name!r}: {error}") from error
 
 
 class Pace:
@@ -73,56 +85,96 @@ class Run:
     """One evaluation under way."""
 
     def __init__(
-        self, folder: Path, evaluation: Evaluation, suites: dict[str, Suite], *, resume: bool, observer: EvalObserver
+        self,
+        folder: Path,
+        evaluation: Evaluation,
+        suites: dict[str, Suite],
+        prompts: dict[str, dict[str, Prompts]],
+        *,
+        resume: bool,
+        observer: EvalObserver,
     ) -> None:
         self.folder, self.evaluation, self.suites, self.observer = folder, evaluation, suites, observer
+        self.prompts = prompts  # by model and benchmark
         self.record = Record(folder, evaluation, suites, resume=resume)
         self.cells = evaluation.cells
         self.names = cell_folders(self.cells)
-        self.stores = {cell: Store(folder / "samples" / name) for cell, name in self.names.items()}
+        self.stores = self._open()
         self.memory = Memory()
         self.number = 0  # of the cell at hand
         self.whole, self.of_cell = Pace(), Pace()
 
     def generate(self) -> None:
         left = {cell: self._left(cell) for cell in self.cells}
+        models = [name for name in self.evaluation.models if any(left[c] for c in self.cells if c.model == name)]
+        for name in models:
+            if name not in self.prompts:
+                self.prompts[name] = ask(name, self.evaluation, self.suites)
         problems = sum(self.stores[cell].done + left[cell] for cell in self.cells)
         self.observer.on_begin(len(self.cells), problems - sum(left.values()), problems)
         self.whole.samples = sum(left[cell] * self.suites[cell.benchmark].sampling.n for cell in self.cells)
         self.number = sum(not problems for problems in left.values())
         with Grader() as grader:
-            for name in self.evaluation.models:
-                if any(left[cell] for cell in self.cells if cell.model == name):
-                    self._model(name, grader)
-                    self._free()
+            for name in models:
+                self._model(name, grader)
+                self._free()
             if grader.queue.qsize() > MAX_BATCH:
                 self.observer.on_note(f"all is generated; about {grader.queue.qsize()} answers are still to be graded.")
 
+    def end_early(self) -> None:
+        """Write the results of what is on disk, if anything is; a disk that is full is no second error."""
+        with suppress(OSError):
+            self.stores = self._open()  # without what is half-written
+            if any(store.done for store in self.stores.values()):
+                self.observer.on_partial(self.write_results())
+
+    def write_results(self) -> dict[str, Any]:
+        """Write results.json; what it holds, as a reader has it."""
+        text = json.dumps(self.results(), indent=1, allow_nan=False)
+        write_whole(self.folder / "results.json", f"{text}\n")
+        results: dict[str, Any] = json.loads(text)
+        return results
+
     def results(self) -> dict[str, Any]:
         """All numbers, made from what is on disk alone."""
+        begun = [cell for cell in self.cells if self.stores[cell].done]
         measured = [
-            measure(cell, self.evaluation, self.stores[cell].read(), self.stores[cell].blocks) for cell in self.cells
+            measure(cell, self.evaluation, self.stores[cell].read(), self.stores[cell].blocks) for cell in begun
         ]
         cells = compare(measured)
-        for cell, numbers in zip(self.cells, cells, strict=True):
+        for cell, numbers in zip(begun, cells, strict=True):
             known = self.record.models[cell.model]["benchmarks"][cell.benchmark]
             numbers["overlong"], numbers["clipped"] = known["overlong"], known["clipped"]
             numbers["samples_file"] = f"samples/{self.names[cell]}/samples.jsonl"
-            numbers["departures"] = self.evaluation.departures(cell.benchmark)
+            numbers["departures"] = self.suites[cell.benchmark].departures
         return {
             "protocol": self.evaluation.protocol,
+            "partial": self._partial(begun),
             "cells": cells,
-            "headlines": headlines(self.evaluation, measured),
-            "notes": [note for name in self.evaluation.models for note in self._notes(name)],
+            "headlines": headlines(self.evaluation, [each for each in measured if not self._left(each.cell)]),
+            "notes": [note for name in self.record.models for note in self._notes(name)],
             **self.record.contents,
         }
+
+    def _open(self) -> dict[Cell, Store]:
+        return {cell: Store(self.folder / "samples" / name) for cell, name in self.names.items()}
+
+    def _partial(self, begun: list[Cell]) -> str | None:
+        """What is missing, if anything is."""
+        half = [cell for cell in begun if self._left(cell)]
+        whole = len(begun) - len(half)
+        if whole == len(self.cells):
+            return None
+        said = [f"{cell} ({self.stores[cell].done} of {self.record.problems(cell)} problems)" for cell in half]
+        more = f" Begun: {'; '.join(said)}." if said else ""
+        return f"PARTIAL: {whole} of {len(self.cells)} cells are done.{more} --resume goes on with the rest."
 
     def _model(self, name: str, grader: Grader) -> None:
         """All cells of one model."""
         evaluation = self.evaluation
         dtype = getattr(torch, evaluation.dtype) if evaluation.dtype else None
         loaded = load(name, dtype=dtype, device=evaluation.device)
-        prompts = {benchmark: build_prompts(suite, evaluation, loaded) for benchmark, suite in self.suites.items()}
+        prompts = self.prompts.pop(name)
         self.record.add_model(name, loaded, prompts)
         for note in self._notes(name):
             self.observer.on_note(note)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from sparse_rl.evaluate.plan import Cell
 
@@ -37,6 +38,9 @@ class EvalObserver:
 
     def on_cell(self, status: Status) -> None:
         """All of a cell is generated."""
+
+    def on_partial(self, results: dict[str, Any]) -> None:
+        """It ends early; results.json, of what is on disk."""
 
     def on_end(self) -> None:
         """Nothing more will come."""

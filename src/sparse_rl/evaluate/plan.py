@@ -15,12 +15,14 @@ from sparse_rl.evaluate.protocols import PROTOCOLS, Settings
 from sparse_rl.kv import POLICIES, KVPolicy
 from sparse_rl.rollout import EngineConfig, Sampling
 from sparse_rl.specs import build
+from sparse_rl.tasks.benchmarks import find
+from sparse_rl.tasks.lookup import Lookup
 from sparse_rl.tasks.prompts import Style, named_template
 from sparse_rl.tasks.rewards import GradingConfig
 
 OVERRIDES = ("n", "max_tokens", "temperature", "top_p", "seed", "template")  # what may depart from the protocol
 DTYPES = ("float32", "bfloat16", "float16", "float64")
-MIN_BLOCK = 1024  # samples generated, graded and written as one
+BLOCK = 4  # samples of a block by the engine's rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +97,11 @@ class Evaluation:
             same = policies.setdefault(repr(parse_cache(spec)), spec)
             if same != spec:
                 raise ValueError(f"--kv has {same!r} and {spec!r}, which are the same cache; leave one out.")
+        sets: dict[tuple[str, Lookup | None], str] = {}
         for benchmark in self.benchmarks:
+            same = sets.setdefault((benchmark.partition(":")[0], find(benchmark).lookup), benchmark)
+            if same != benchmark:
+                raise ValueError(f"--benchmarks has {same!r} and {benchmark!r}, which are the same; leave one out.")
             settings = self.settings(benchmark)
             Style(template=named_template(settings.template), system=self.system).write("", f"benchmark {benchmark}")
 
@@ -110,22 +116,20 @@ class Evaluation:
         return settings.changed(**{name: getattr(self, name) for name in OVERRIDES})
 
     def departures(self, benchmark: str) -> list[str]:
-        """What is not as the protocol has it."""
+        """Which settings are not as the protocol has them."""
         found = PROTOCOLS[self.protocol].departures(benchmark, self.settings(benchmark))
         if self.system is not None:
             found.append(f"the system prompt is {self.system!r}")
         if self.chat_template_kwargs and named_template(self.settings(benchmark).template).chat:
             found.append(f"the chat template gets {json.dumps(self.chat_template_kwargs)}")
-        if self.problems is not None:
-            found.append(f"at most {self.problems} problems are taken, a sample")
         return found
 
     def sampling(self, benchmark: str) -> Sampling:
         return self.settings(benchmark).sampling()
 
     def block_problems(self, benchmark: str) -> int:
-        """Problems of a block: whole ones, and samples enough to keep the engine's rows busy."""
-        return max(1, max(MIN_BLOCK, 4 * self.engine.rows) // self.settings(benchmark).n)
+        """Problems of a block, which a kill loses at most: whole ones, and samples to keep the engine's rows busy."""
+        return max(1, BLOCK * self.engine.rows // self.settings(benchmark).n)
 
 
 def parse_cache(spec: str) -> KVPolicy:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -21,6 +21,9 @@ from sparse_rl.model.load import LoadedModel
 from sparse_rl.runfolder import command, differences, provenance, write_whole
 
 NAME = "eval.json"
+KINDS = {"command": str, "settings": dict, "hardware": str, "versions": dict, "started": str, "models": dict}
+OF_MODEL = {"digest": str, "parameters": int, "context": int, "dtype": str, "benchmarks": dict}
+OF_PROMPTS = {"problems": int, "overlong": int, "clipped": int, "plain": bool, "prompts_digest": str}
 NO_DIFFERENCE = ("data_dir", "device", "grading.workers")  # to the table: where the data lies, what computes
 SAMPLED = 64  # weights of each tensor that go into a model's digest
 
@@ -30,16 +33,16 @@ class Record:
 
     def __init__(self, folder: Path, evaluation: Evaluation, suites: dict[str, Suite], *, resume: bool) -> None:
         self.path = folder / NAME
-        settings = _settings(evaluation, suites)
         self.contents: dict[str, Any] = {
             "command": command(),
-            "settings": settings,
+            "settings": _settings(evaluation, suites),
             **provenance(torch.device(evaluation.device)),
             "started": datetime.now(UTC).isoformat(timespec="seconds"),
+            "resumes": [],  # those whose commit, hardware or versions are not the above
             "models": {},
         }
         if resume:
-            self._go_on(settings)
+            self._go_on()
         self.save()
 
     @property
@@ -77,14 +80,24 @@ class Record:
     def save(self) -> None:
         write_whole(self.path, json.dumps(self.contents, indent=1) + "\n")
 
-    def _go_on(self, settings: dict[str, Any]) -> None:
+    def _go_on(self) -> None:
+        """The record is the first start's; who goes on elsewhere, or with other code, is added to it."""
         try:
             before = json.loads(self.path.read_text())
-            known, models, started = before["settings"], before["models"], before["started"]
-        except (ValueError, KeyError, TypeError) as error:
+            _check_kinds(before, KINDS)
+            for model in before["models"].values():
+                _check_kinds(model, OF_MODEL)
+                for known in model["benchmarks"].values():
+                    _check_kinds(known, OF_PROMPTS)
+            resumes = [*before.get("resumes", [])]
+        except (ValueError, TypeError) as error:
             raise ValueError(f"{self.path} is damaged; give another --output.") from error
-        _refuse(differences(known, json.loads(json.dumps(settings)), NO_DIFFERENCE), str(self.path.parent))
-        self.contents |= {"models": models, "started": started}
+        now = json.loads(json.dumps(self.contents))
+        _refuse(differences(before["settings"], now["settings"], NO_DIFFERENCE), str(self.path.parent))
+        changed = {key: now[key] for key in ("commit", "hardware", "versions") if now[key] != before.get(key)}
+        if changed:
+            resumes.append({"command": now["command"], "resumed": now["started"], **changed})
+        self.contents = before | {"resumes": resumes}
 
 
 def check_folder(folder: Path, *, resume: bool) -> bool:
@@ -133,11 +146,17 @@ def _settings(evaluation: Evaluation, suites: dict[str, Suite]) -> dict[str, Any
             "digest": suite.digest,
             "problems": len(suite.rows),
             **asdict(suite.settings),
-            "departures": evaluation.departures(name),
+            "departures": suite.departures,
         }
         for name, suite in suites.items()
     }
     return {**found, "version": sparse_rl.__version__}
+
+
+def _check_kinds(found: Any, kinds: Mapping[str, type]) -> None:
+    """TypeError unless it is a table with values of these kinds."""
+    if not isinstance(found, dict) or not all(isinstance(found.get(key), kind) for key, kind in kinds.items()):
+        raise TypeError(f"not a table with {', '.join(kinds)}")
 
 
 def _refuse(changed: list[str], where: str) -> None:

@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from sparse_rl.evaluate.plan import Cell, Evaluation
+from sparse_rl.evaluate.plan import Cell, Evaluation, parse_cache
 from sparse_rl.evaluate.protocols import PROTOCOLS
 from sparse_rl.evaluate.statistics import Estimate, average, by_problem, estimate, failed, grouped, paired
 from sparse_rl.evaluate.store import BlockLine, Sample
+from sparse_rl.kv import Full
 
-DENSE = "full"
 Values = list[float | None]  # of a metric, one a problem
 
 
@@ -69,15 +69,20 @@ def measure(cell: Cell, evaluation: Evaluation, samples: list[Sample], blocks: S
 
 
 def compare(measured: list[Measured]) -> list[dict[str, Any]]:
-    """The cells' numbers, each with its paired difference to the dense cache where there is one."""
-    dense = {(m.cell.model, m.cell.benchmark): m for m in measured if m.cell.cache == DENSE}
+    """The cells' numbers, each with its paired difference to the dense cache where there is one.
+
+    Cells that are not whole hold the first problems, in the same order: those that both have are compared.
+    """
+    dense = {(m.cell.model, m.cell.benchmark): m for m in measured if isinstance(parse_cache(m.cell.cache), Full)}
     found = []
     for each in measured:
         base = dense.get((each.cell.model, each.cell.benchmark))
         numbers = dict(each.numbers)
         if base is not None and base is not each:
+            common = min(each.numbers["problems"], base.numbers["problems"])
             numbers["difference"] = {
-                metric: as_json(paired(values, base.values[metric])) for metric, values in each.values.items()
+                metric: as_json(paired(values[:common], base.values[metric][:common]))
+                for metric, values in each.values.items()
             }
         found.append(numbers)
     return found
@@ -93,7 +98,8 @@ def headlines(evaluation: Evaluation, measured: list[Measured]) -> list[dict[str
         for cache in evaluation.kv:
             cells = [m for m in measured if m.cell.model == model and m.cell.cache == cache]
             firsts = [estimate(next(iter(m.values.values()))) for m in cells if m.cell.benchmark in wanted]
-            found.append({"model": model, "cache": cache, "benchmarks": list(wanted), **as_json(average(firsts))})
+            if len(firsts) == len(wanted):
+                found.append({"model": model, "cache": cache, "benchmarks": list(wanted), **as_json(average(firsts))})
     return found
 
 

@@ -13,10 +13,10 @@ from typing import Any
 
 from sparse_rl.evaluate.plan import Evaluation
 from sparse_rl.evaluate.protocols import Settings
-from sparse_rl.model.load import LoadedModel
+from sparse_rl.model.load import Reader
 from sparse_rl.rollout import Sampling
 from sparse_rl.tasks.base import Reward, Rewards
-from sparse_rl.tasks.benchmarks import find, problems
+from sparse_rl.tasks.benchmarks import find, read_problems
 from sparse_rl.tasks.prompts import Style, find_template, make_prompt, named_template, too_long
 from sparse_rl.tasks.rewards import build_reward
 from sparse_rl.types import Prompt
@@ -31,6 +31,7 @@ class Suite:
     settings: Settings
     sampling: Sampling
     rewards: Rewards
+    departures: list[str]  # what is not as the protocol has it, a sentence part each
     digest: str  # of the rows
 
 
@@ -57,39 +58,45 @@ def build_suites(evaluation: Evaluation) -> dict[str, Suite]:
 
 def _suite(name: str, evaluation: Evaluation, reward: Any) -> Suite:
     folder = Path(evaluation.data_dir).expanduser() if evaluation.data_dir is not None else None
-    rows = problems(name, folder)
+    rows, departures = read_problems(name, folder)
     if not rows:
         raise ValueError(f"benchmark {name!r} has no problems; look at its file.")
-    if evaluation.problems is not None:
+    if evaluation.problems is not None and evaluation.problems < len(rows):
+        departures.append(f"{evaluation.problems} of {len(rows)} problems are taken, a sample")
         order = random.Random(name).sample(range(len(rows)), len(rows))
         rows = [rows[i] for i in sorted(order[: evaluation.problems])]
+    rewards = Rewards((reward(find(name).reward),))
+    for row in rows:
+        if (wrong := rewards.check(row)) is not None:
+            raise ValueError(f"problem {row['id']!r} of {name} {wrong}; mend or remove it.")
     return Suite(
         name=name,
         rows=rows,
         settings=evaluation.settings(name),
         sampling=evaluation.sampling(name),
-        rewards=Rewards((reward(find(name).reward),)),
+        rewards=rewards,
+        departures=[*evaluation.departures(name), *departures],
         digest=_digest(rows),
     )
 
 
-def build_prompts(suite: Suite, evaluation: Evaluation, loaded: LoadedModel) -> Prompts:
+def build_prompts(suite: Suite, evaluation: Evaluation, reader: Reader) -> Prompts:
     """What the model is asked; an error where too many problems do not fit into its context."""
-    template = find_template(suite.settings.template, loaded.tokenizer)
+    template = find_template(suite.settings.template, reader.tokenizer)
     style = Style(template=template, system=evaluation.system)
     made = {}
     for row in suite.rows:
         where = f"problem {row['id']!r} of {suite.name}"
         written = {**row, "prompt": style.write(row["problem"], where)}
-        made[where] = make_prompt(written, where, loaded.tokenizer, evaluation.chat_template_kwargs)
+        made[where] = make_prompt(written, where, reader.tokenizer, evaluation.chat_template_kwargs)
     remedy = "leave out the benchmark, take a model with a longer context"
-    overlong = too_long(made, lambda prompt: len(prompt.ids), loaded.context - 1, remedy)
+    overlong = too_long(made, lambda prompt: len(prompt.ids), reader.context - 1, remedy)
     kept = [prompt for where, prompt in made.items() if where not in overlong]
     return Prompts(
         prompts=kept,
         overlong=len(overlong),
-        clipped=sum(len(prompt.ids) + suite.sampling.max_tokens > loaded.context for prompt in kept),
-        plain=named_template(suite.settings.template).chat and not loaded.tokenizer.chat_template,
+        clipped=sum(len(prompt.ids) + suite.sampling.max_tokens > reader.context for prompt in kept),
+        plain=named_template(suite.settings.template).chat and not reader.tokenizer.chat_template,
         digest=_digest([prompt.ids for prompt in kept]),
     )
 

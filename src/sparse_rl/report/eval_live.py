@@ -3,15 +3,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 from sparse_rl.evaluate import EvalObserver, Status
+from sparse_rl.report.eval_page import write_eval_report
 from sparse_rl.report.progress import MovingLine
 
 
 class EvalLive(EvalObserver):
-    """Lines on standard error, and a moving one."""
+    """Lines on standard error, and a moving one; the folder gets tables of an evaluation that ends early."""
 
-    def __init__(self) -> None:
-        self.line = MovingLine()
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.line = folder, MovingLine()
 
     def on_begin(self, num_cells: int, done: int, problems: int) -> None:
         before = f", {done:,} of them done before" if done else ""
@@ -26,6 +30,10 @@ class EvalLive(EvalObserver):
 
     def on_cell(self, status: Status) -> None:
         self.line.print(describe(status))
+
+    def on_partial(self, results: dict[str, Any]) -> None:
+        write_eval_report(results, self.folder)
+        self.line.print(f"{self.folder / 'table.md'} and report.html hold what is done. {results['partial']}")
 
     def on_end(self) -> None:
         self.line.stop()

@@ -68,7 +68,7 @@ def page(results: Results, folder: Path) -> str:
         if folded:
             parts.append(f"<details><summary>By level and subject</summary>\n{folded}\n</details>")
     parts += [_samples(results, folder), _settings(results)]
-    title = f"Evaluation: {', '.join(models(results))}"
+    title = f"Evaluation{' (partial)' if results['partial'] else ''}: {', '.join(models(results))}"
     return PAGE.format(title=markup(title), css=CSS, body="\n".join(parts))
 
 
@@ -102,13 +102,15 @@ def picture(results: Results, model: str) -> Html:
 def _by_benchmark(axes: Axes, cells: list[Numbers], benchmarks: list[str], caches: list[str]) -> None:
     step = 0.8 / len(caches)
     for i, (cache, (colour, marker)) in enumerate(zip(caches, looks(len(caches)), strict=True)):
-        found = [_accuracy(cell) for cell in cells if cell["cache"] == cache]
+        own = {cell["benchmark"]: cell for cell in cells if cell["cache"] == cache}
+        found = [_accuracy(own[name]) if name in own else (math.nan, 0.0) for name in benchmarks]
         places = [place + (i - (len(caches) - 1) / 2) * step for place in range(len(benchmarks))]
         means, errors = [mean for mean, _ in found], [error for _, error in found]
         axes.errorbar(places, means, errors, color=colour, marker=marker, ls="", capsize=2, label=_literal(cache))
     turned = 30 if len(benchmarks) > 4 else 0
     axes.set_xticks(range(len(benchmarks)), [_literal(name) for name in benchmarks], rotation=turned)
     axes.set_title("Accuracy, % (± 1 s.e.)")
+    _shown_from_0(axes)
     axes.grid(axis="x", visible=False)
 
 
@@ -122,6 +124,12 @@ def _against_saved(axes: Axes, cells: list[Numbers], caches: list[str]) -> None:
         axes.errorbar([100 * saved(own)], [mean], [error], color=colour, marker=marker, capsize=2)
     axes.set_title("Mean accuracy, %")
     axes.set_xlabel("KV saved, %")
+    _shown_from_0(axes)
+
+
+def _shown_from_0(axes: Axes) -> None:
+    """A share has no values below 0, and a part of a percent is no difference to look at."""
+    axes.set_ylim(0, max(1.0, axes.get_ylim()[1]))
 
 
 def _accuracy(cell: Numbers) -> tuple[float, float]:

@@ -69,8 +69,9 @@ def overview(results: Results, model: str) -> Text:
     for cache in caches:
         own = [cell for cell in cells if cell["cache"] == cache]
         rate, seconds = sum(c["tokens"] for c in own), sum(c["generate_s"] - c["capture_s"] for c in own)
-        row = [cache, *(share(cell["metrics"][main_metric(cell)]) for cell in own)]
-        row += [share(headlines[cache])] if headlines else []
+        by = {cell["benchmark"]: cell["metrics"] for cell in own}
+        row = [cache, *(share(by[name][metric]) if name in by else NONE for name, metric in firsts.items())]
+        row += [share(headlines.get(cache))] if headlines else []
         row += [f"{100 * saved(own):.0f} %", f"{rate / sum(c['samples'] for c in own):,.0f}"]
         rows.append([*row, f"{rate / seconds:,.0f}" if seconds > 0 else NONE])
     head = ["cache", *(f"{name}, {metric}" for name, metric in firsts.items()), *(["average"] if headlines else [])]
@@ -112,11 +113,12 @@ def groups(results: Results, model: str) -> list[Text]:
     for benchmark in dict.fromkeys(cell["benchmark"] for cell in cells):
         own = [cell for cell in cells if cell["benchmark"] == benchmark]
         for key in ("level", "subject"):
-            if f"by_{key}" in own[0]:
-                of = {cell["cache"]: cell[f"by_{key}"] for cell in own}
-                labels = next(iter(of.values()))
+            of = {cell["cache"]: cell.get(f"by_{key}", {}) for cell in own}
+            labels = max(of.values(), key=len)
+            if labels:
                 rows = [
-                    [label, str(labels[label]["count"]), *(share(by[label]) for by in of.values())] for label in labels
+                    [label, str(labels[label]["count"]), *(share(by.get(label)) for by in of.values())]
+                    for label in labels
                 ]
                 title = f"{model}, {benchmark}: {main_metric(own[0])} by {key}"
                 found.append(Text(title, [key, "problems", *of], rows))
@@ -140,7 +142,12 @@ def departures(results: Results) -> list[str]:
 
 def provenance(results: Results) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
-    return f"{results['hardware']}; {versions}; commit {results['commit'] or 'unknown'}."
+    said = f"{results['hardware']}; {versions}; commit {results['commit'] or 'unknown'}."
+    for each in results["resumes"]:
+        changed = [f"{key} {each[key]}" for key in ("hardware", "commit") if each.get(key)]
+        changed += [f"{name} {version}" for name, version in each.get("versions", {}).items()]
+        said += f" Resumed {each['resumed']} with {', '.join(changed)}."
+    return said
 
 
 def failures(results: Results) -> list[str]:
@@ -156,7 +163,7 @@ def failures(results: Results) -> list[str]:
 
 
 def notes(results: Results) -> list[str]:
-    return [*results["notes"], *departures(results), *failures(results)]
+    return [*filter(None, [results["partial"]]), *results["notes"], *departures(results), *failures(results)]
 
 
 def print_tables(results: Results) -> None:
@@ -172,7 +179,7 @@ def print_tables(results: Results) -> None:
 
 def markdown(results: Results) -> str:
     """table.md: the tables, what to know of them, and where they come from."""
-    parts = [f"# Evaluation, protocol {results['protocol']}"]
+    parts = [f"# Evaluation, protocol {results['protocol']}{' (partial)' if results['partial'] else ''}"]
     for model in models(results):
         first = overview(results, model)
         parts += [f"## {_plain(first.title)}", _markdown(first), _markdown(details(results, model))]
@@ -201,7 +208,7 @@ def _plain(text: str) -> str:
 
 
 def _rich(text: Text) -> Table:
-    table = Table(title=text.title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = Table(title=escape(text.title), title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for i, name in enumerate(text.head):
         table.add_column(escape(name), justify="left" if i < text.labels else "right", overflow="fold")
     before = ""

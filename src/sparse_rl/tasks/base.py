@@ -18,7 +18,7 @@ from __future__ import annotations
 import inspect
 import math
 import numbers
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
@@ -104,6 +104,24 @@ class Rewards:
         if len(set(names)) < len(names):
             raise ValueError(f"two reward functions share a name ({', '.join(names)}); rename one.")
         object.__setattr__(self, "names", names)
+        self.check_keywords(GIVEN)
+
+    def check_keywords(self, keywords: Iterable[str]) -> None:
+        """Raise unless every function can be called with these."""
+        for name, function in zip(self.names, self.functions, strict=True):
+            if missing := [keyword for keyword in keywords if not _takes(function, keyword)]:
+                raise ValueError(
+                    f"reward function {name!r} does not take {', '.join(missing)}; it is called with "
+                    f"{', '.join(GIVEN)} and every column as keywords: add **kwargs to its parameters."
+                )
+
+    def check(self, columns: dict[str, Any]) -> str | None:
+        """What is wrong with a row, as the first function has it that cannot grade it."""
+        for name, function in zip(self.names, self.functions, strict=True):
+            check: Any = getattr(function, "check", None)
+            if check is not None and (wrong := check(columns)) is not None:
+                return f"{wrong} (reward {name!r})"
+        return None
 
     def grade(self, rollouts: list[Rollout], tokenizer: PreTrainedTokenizerBase) -> Graded:
         """Call every function once with all completions."""
@@ -141,6 +159,15 @@ class Rewards:
             if isinstance(value, BaseException):
                 raise _broken(name, value) from value
         return given
+
+
+def _takes(function: Reward, keyword: str) -> bool:
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # some functions written in C say nothing
+        return True
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return any(p.kind is inspect.Parameter.VAR_KEYWORD or (p.kind in named and p.name == keyword) for p in parameters)
 
 
 def _broken(name: str, error: BaseException) -> ValueError:

@@ -13,9 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sparse_rl.tasks.countdown import Countdown
 from sparse_rl.tasks.files import HUB, Row, read_table, read_text, scan_lines
 
 Problem = dict[str, Any]
+Check = Callable[[Problem], str | None]  # what is wrong with a row
 MAY_BE_EMPTY = ("plus_input",)  # a task of MBPP+ has none
 
 
@@ -42,6 +44,8 @@ def read_lines(path: Path) -> tuple[list[Row], list[str]]:
     """The rows of a JSONL file, and what is wrong with its other lines."""
     try:
         found = list(scan_lines(read_text(path.read_bytes(), path.name)))
+    except OSError as error:
+        return [], [f"it cannot be read ({error.strerror})"]
     except ValueError as error:
         return [], [str(error)]
     rows = [Row(where, value) for where, value in found if isinstance(value, dict)]
@@ -49,10 +53,24 @@ def read_lines(path: Path) -> tuple[list[Row], list[str]]:
     return rows, wrong if found else ["it has no rows"]
 
 
-def check_rows(rows: Iterable[Row], columns: tuple[str, ...] = ()) -> tuple[list[Problem], list[str]]:
+def row_check(reward: str) -> Check | None:
+    """What the reward of a name says of the columns it needs, where it has some; it need not be able to grade here."""
+    if reward == "countdown":
+        return Countdown().check
+    if reward == "code":
+        from sparse_rl.grading.code import CodeReward
+        from sparse_rl.sandbox.process import Limits, Sandbox
+
+        return CodeReward(Sandbox(None, Limits()), 1).check  # runs nothing
+    return None
+
+
+def check_rows(
+    rows: Iterable[Row], columns: tuple[str, ...] = (), check: Check | None = None
+) -> tuple[list[Problem], list[str]]:
     """The rows that are well, ids and answers as strings, and what is wrong with the others.
 
-    An answer may be empty; it may not be absent. The `columns` are there and not empty.
+    An answer may be empty; it may not be absent. The `columns` are there, not empty, and `check` finds nothing wrong.
     """
     good: list[Problem] = []
     complaints = []
@@ -63,6 +81,8 @@ def check_rows(rows: Iterable[Row], columns: tuple[str, ...] = ()) -> tuple[list
             complaints.append(f"{where} has no {', '.join(missing)}")
         elif empty := [key for key in columns if problem[key] in (None, "", []) and key not in MAY_BE_EMPTY]:
             complaints.append(f"{where} has nothing in {', '.join(empty)}")
+        elif wrong := check(problem) if check else None:
+            complaints.append(f"{where} {wrong}")
         elif not isinstance(problem["problem"], str) or not problem["problem"].strip():
             complaints.append(f"{where} has no problem that is a text")
         elif isinstance(answer := problem["answer"], bool) or not isinstance(answer, str | int | float | None):

@@ -8,7 +8,7 @@ we know the set there. `lookup:pairs=15,keys=words,digits=2` is made on the spot
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -16,7 +16,8 @@ from typing import Literal
 
 from sparse_rl.specs import build
 from sparse_rl.tasks import benchmark_rows as rows_of
-from sparse_rl.tasks.benchmark_rows import Hub, Problem, check_rows, read_lines, renamed
+from sparse_rl.tasks.benchmark_rows import Hub, Problem, check_rows, read_lines, renamed, row_check
+from sparse_rl.tasks.files import Row
 from sparse_rl.tasks.lookup import Lookup
 
 logger = logging.getLogger(__name__)
@@ -24,6 +25,7 @@ logger = logging.getLogger(__name__)
 PACKAGED = Path(__file__).parents[1] / "data"
 LOOKUPS = 512  # problems of a generated set, those that a training run holds out
 Kind = Literal["maths", "contest", "words", "code", "countdown", "lookup"]
+Where = Literal["folder", "package", "generated", "hub", "missing"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,20 +48,22 @@ class Benchmark:
     caution: str | None = None
     lookup: Lookup | None = None  # how its problems are generated
 
+    def found(self, where: Where, rows: Iterable[Row], path: Path | None = None, wrong: Sequence[str] = ()) -> Found:
+        """The rows as they should be, and what is `wrong` with others. Rewards with columns do not read the answer."""
+        good, complaints = check_rows(rows, self.columns, row_check(self.reward))
+        unanswered = () if self.columns else tuple(row["id"] for row in good if not row["answer"])
+        return Found(where=where, path=path, rows=tuple(good), complaints=(*wrong, *complaints), unanswered=unanswered)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
     """Where a benchmark is and what its file holds."""
 
-    where: Literal["folder", "package", "generated", "hub", "missing"]
+    where: Where
     path: Path | None = None
     rows: tuple[Problem, ...] = ()
     complaints: tuple[str, ...] = ()  # what is damaged
-
-    @property
-    def unanswered(self) -> list[str]:
-        """Ids of rows with an empty answer, which nobody can grade."""
-        return [row["id"] for row in self.rows if not row["answer"]]
+    unanswered: tuple[str, ...] = ()  # ids of rows that nobody can grade, since their answer is empty
 
 
 SIMPLERL = "github.com/hkust-nlp/simpleRL-reason"
@@ -173,15 +177,18 @@ def look(benchmark: Benchmark, data_dir: str | Path | None = None) -> Found:
         return Found(where="generated", rows=tuple(_generate(benchmark.lookup)))
     if data_dir is not None and not Path(data_dir).is_dir():
         raise ValueError(f"the data folder {str(data_dir)!r} is not there; name one that holds NAME/test.jsonl.")
-    if data_dir is not None and (path := Path(data_dir) / benchmark.name / "test.jsonl").is_file():
+    if data_dir is not None and (path := Path(data_dir) / benchmark.name / "test.jsonl").exists():
         return _read(benchmark, "folder", path)
     if (path := PACKAGED / benchmark.name / "test.jsonl").is_file():
         return _read(benchmark, "package", path)
     return Found(where="missing")
 
 
-def problems(name: str, data_dir: str | Path | None = None) -> list[Problem]:
-    """Rows with id, problem, answer, where known level and subject, and the columns that the reward needs."""
+def read_problems(name: str, data_dir: str | Path | None = None) -> tuple[list[Problem], list[str]]:
+    """Rows with id, problem, answer, where known level and subject, and the columns that the reward needs.
+
+    Then what is not as published, a sentence part each.
+    """
     benchmark = find(name)
     found = look(benchmark, data_dir)
     if found.where == "missing":
@@ -189,12 +196,16 @@ def problems(name: str, data_dir: str | Path | None = None) -> list[Problem]:
     if found.complaints:
         where = found.path or f"{name} of the hub"
         raise ValueError(f"{where} is damaged: {'; '.join(shortened(found.complaints))}. Mend it or fetch it again.")
+    said = []
     if len(found.rows) != benchmark.rows:
-        logger.warning("%s has %d rows here and %d as published.", name, len(found.rows), benchmark.rows)
+        said.append(f"it has {len(found.rows)} rows here and {benchmark.rows} as published")
     if left_out := found.unanswered:
-        logger.warning("%s: %d rows have no answer and are left out: %s.", name, len(left_out), ", ".join(left_out))
+        ids = ", ".join(shortened(left_out))
+        said.append(f"{len(left_out)} rows have no answer and are left out: {ids}")
+    for each in said:
+        logger.warning("%s: %s.", name, each)
     complete = benchmark.text or (lambda row: row)
-    return [complete(row) for row in found.rows if row["answer"]]
+    return [complete(row) for row in found.rows if row["id"] not in left_out], said
 
 
 def shortened(complaints: Sequence[str], most: int = 3) -> list[str]:
@@ -205,16 +216,14 @@ def shortened(complaints: Sequence[str], most: int = 3) -> list[str]:
 
 def _read(benchmark: Benchmark, where: Literal["folder", "package"], path: Path) -> Found:
     lines, not_rows = read_lines(path)
-    rows, complaints = check_rows(lines, benchmark.columns)
-    return Found(where=where, path=path, rows=tuple(rows), complaints=(*not_rows, *complaints))
+    return benchmark.found(where, lines, path, not_rows)
 
 
 def _from_hub(benchmark: Benchmark, data_dir: str | Path | None) -> Found:
     why = "we know no set of the hub with these rows"
     if benchmark.hub:
         try:
-            rows, complaints = check_rows(benchmark.hub.rows(), benchmark.columns)
-            return Found(where="hub", rows=tuple(rows), complaints=tuple(complaints))
+            return benchmark.found("hub", benchmark.hub.rows())
         except ValueError as error:
             why = str(error).rstrip(".")
     file = Path(data_dir or "DATA_DIR") / benchmark.name / "test.jsonl"

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+OF_TRL = ("trainer_state", "log_extra", "log_metric")  # what TRL's trainer gives a reward function, and no other
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,15 +154,20 @@ def check_columns(prompts: dict[str, Prompt], rewards: Rewards) -> None:
     known = dict.fromkeys(column for prompt in prompts.values() for column in prompt.columns)
     for name, function in zip(rewards.names, rewards.functions, strict=True):
         for wanted in _wanted(function):
+            if wanted in OF_TRL and wanted not in known:
+                raise ValueError(
+                    f"reward {name!r} asks for {wanted!r}, which only TRL's trainer has; give it a default in the "
+                    f"function ({wanted}=None) that lets it work without."
+                )
             if wanted not in known:
                 raise ValueError(
                     f"reward {name!r} asks for the column {wanted!r}, which no row has: the columns are "
                     f"{', '.join(known) or 'none but the prompt'}. Rename one, or give task.answer_key."
                 )
-        check: Any = getattr(function, "check", lambda columns: None)
-        for where, prompt in prompts.items():
-            if (wrong := check(prompt.columns)) is not None:
-                raise ValueError(f"{where} {wrong}; mend or remove it (reward {name!r}).")
+    rewards.check_keywords(known)
+    for where, prompt in prompts.items():
+        if (wrong := rewards.check(prompt.columns)) is not None:
+            raise ValueError(f"{where} {wrong}; mend or remove it.")
 
 
 def _wanted(function: Any) -> list[str]:
