@@ -89,7 +89,7 @@ def normalise(text: str) -> str:
         text = pattern.sub(replacement, text)
     text = SCALED.sub(_scaled, text)
     text = re.sub(r"\\text\{\s*(?:,?\s*(?:and|or)|,)\s*\}", ", ", text)
-    text = re.sub(r"(?<![A-Za-z\\]),?\s+(?:and|or)\s+(?![A-Za-z]+\s[A-Za-z]+)", ", ", text)
+    text = re.sub(r"(?<![A-Za-z\\{]),?\s+(?:and|or)\s+(?![A-Za-z]+\s[A-Za-z]+)", ", ", text)
     text = re.sub(r"^\s*\\text\{[^{}]*(?:\bis|:|=)\s*\}(?=.)", "", text)
     text = re.sub(r"^\s*(?:\\approx|\\simeq|\\therefore|=|approximately|about)(?![A-Za-z])", "", text)
     text = TRAILING.sub("", " ".join(text.split()))

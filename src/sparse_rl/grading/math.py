@@ -137,7 +137,8 @@ def _said(text: str) -> list[str]:
 def _is_word(text: str) -> bool:
     """Whether letters are a word and not a product as abc or xyz."""
     low = text.lower()
-    return bool(WORD.fullmatch(text) and re.search("[aeiouy]", low)) and low not in "abcdefghijklmnopqrstuvwxyz"
+    product = low in "abcdefghijklmnopqrstuvwxyz" and low != "no"
+    return bool(WORD.fullmatch(text) and re.search("[aeiouy]", low)) and not product
 
 
 def _unions(given: str, right: str) -> bool | None:

@@ -84,7 +84,7 @@ LONGEST = 300  # characters of an answer that may have a unit; the patterns take
 POWER = r"(?:\^\{?-?\d\}?)?"
 BARE_WORD = rf"(?:square|sq|cubic|cu|units?|{LONG})(?:e?s)?\.?{POWER}"
 BARE_NEXT = rf"\s*(?:/|per|\\cdot|\s)\s*(?:{BARE_WORD}|[a-z]\b)"
-TEXT = rf"\\text\{{[^{{}}\d]*\}}{POWER}"  # \text{ or 6} is no unit
+TEXT = rf"\\text\{{[^{{}}\d=<>+*,;:|]*\}}{POWER}"  # \text{ or 6} is no unit
 # what stands before \text{...}; before known words; a number before any words; before a letter; a formula before one
 IN_TEXT = re.compile(rf"(?P<value>.*[^\s+\-*/=<>(,\[{{^_])\s*(?P<unit>{TEXT}(?:{TEXT}|\s|/|\\cdot)*)")
 BARE = re.compile(
