@@ -73,8 +73,9 @@ def union(text: str) -> list[str] | None:
         return _between(split(exception[1], (",",)))
     items = [item for item in split(text, (",",)) if not BOUND.fullmatch(item)]
     sides = [split(item, ("\\ne",)) for item in items]
-    if items and all(len(pair) == 2 and VARIABLE.fullmatch(pair[0]) and pair[0] == sides[0][0] for pair in sides):
-        return _between([pair[1] for pair in sides])
+    names = {pair[0] for pair in sides if len(pair) > 1}
+    if len(names) == 1 and len(sides[0]) == 2 and all(map(VARIABLE.fullmatch, names)):  # x \ne 1, 2 too
+        return _between([pair[-1] for pair in sides])
     return None
 
 
@@ -87,6 +88,7 @@ def pieces(text: str) -> list[str]:
 
 def _between(points: list[str]) -> list[str] | None:
     """The intervals that are left of the real line without some points."""
+    points = [point.replace("\\pm", sign) for point in points for sign in (("", "-") if "\\pm" in point else ("",))]
     values = [symbolic.value(point) for point in points]
     known = [value for value in values if value is not None]
     if len(known) < len(points) and len(points) > 1:

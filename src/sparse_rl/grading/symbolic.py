@@ -12,19 +12,19 @@ from functools import lru_cache
 from typing import Any
 
 LONGEST = 1000  # characters of a formula that is parsed
-DEEPEST = 40  # nested brackets
+DEEPEST = 15  # nested brackets
 MOST_DIGITS = 20_000.0
 # Texts that no person writes and that keep the parser busy: powers of powers of powers, many bars
 HOSTILE = re.compile(r"(?:\^[{(\s+-]*(?:\d+|\\[A-Za-z]+|[A-Za-z])[)}\s]*){3}|(?:\|[^|]*){9}")
 # 5 6 and {5}{6}, which the parser adds up
-ADDED = re.compile(r"\d\s+\d|(?<![A-Za-z])\{\s*\d+\s*\}\s*\{?\s*\d")
+ADDED = re.compile(r"(?<![_\d])\d+\s+\d|(?<![A-Za-z_^}\]])\{\s*\d+\s*\}\s*\{?\s*\d")
 NAMED = re.compile(r"\\(angle|triangle|square|odot|widehat|overparen)\s*\{?((?:[A-Z](?:_\{?\d\}?)?\s*){2,})\}?")
 
 
 def formulas_equal(given: str, right: str) -> bool:
     """Whether the two always have the same value."""
     left, other = parsed(right), parsed(given)
-    return left is not None and other is not None and _verify(left, other)
+    return left is not None and other is not None and _undone(other) <= _undone(left) and _verify(left, other)
 
 
 def multiples(given: tuple[str, str], right: tuple[str, str], positive: bool = False) -> bool:
@@ -32,7 +32,9 @@ def multiples(given: tuple[str, str], right: tuple[str, str], positive: bool = F
     import sympy
 
     sides = [parsed(side) for side in (*given, *right)]
-    if not all(isinstance(side, sympy.Expr) for side in sides):
+    if not all(isinstance(side, sympy.Expr) for side in sides) or any(map(_undone, sides[:2])) > any(
+        map(_undone, sides[2:])
+    ):
         return False
     first, second = sympy.expand(sides[0] - sides[1]), sympy.expand(sides[2] - sides[3])
     if first == 0 or second == 0 or first.free_symbols != second.free_symbols:
@@ -46,7 +48,7 @@ def value(text: str) -> float | None:
     from sympy import Expr
 
     formula = parsed(text)
-    if not isinstance(formula, Expr) or formula.free_symbols:
+    if not isinstance(formula, Expr) or formula.free_symbols or _undone(formula):
         return None
     number = formula.evalf(20)
     return float(number) if number.is_Float or number.is_Rational else None
@@ -113,6 +115,13 @@ def magnitude(formula: Any) -> float:
     if isinstance(formula, factorial | binomial):
         return sizes[0] * 10 ** sizes[0] if sizes[0] < 4 else float("inf")
     return sum(sizes)
+
+
+def _undone(formula: Any) -> bool:
+    """Whether a sum, product, integral or limit is left to do: no answer, unless the right one leaves it too."""
+    from sympy import Integral, Limit, Product, Sum
+
+    return bool(formula.has(Sum, Product, Integral, Limit))
 
 
 def _verify(right: Any, given: Any) -> bool:
