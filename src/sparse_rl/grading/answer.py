@@ -14,7 +14,8 @@ ANNOUNCED = re.compile(r"(?:\banswer(?:\*\*)? ?(?:is|:|=|to the (?:problem|quest
 SENTENCE = re.compile(r"\\.|[{}]|(?P<end>\n|\.(?=\s|$|\*|\\\))|[!?](?=\s|$))")
 # Sign, whole part, decimals, denominator. A minus after a digit or a word ("10-4") is no sign; a 2 in "CO2" no number.
 NUMBER = re.compile(
-    r"(?<!\w)([-+]?)\$?((?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)?)((?<=\d)(?:\.\d+)?|\.\d+)((?:/\d+|[eE][-+]?\d{1,3}(?!\w))?)", re.ASCII
+    r"(?<!\w)([-+]?)\$?((?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)?)((?<=\d)(?:\.\d+)?|\.\d+)((?:/\d+|[eE][-+]?\d{1,3}(?!\w))?)",
+    re.ASCII,
 )
 
 FILLER = re.compile(r"(?:\**(?:therefore|thus|hence|then|so|simply|just|indeed|exactly|equal to|given by)\b[\s,:]*)+")

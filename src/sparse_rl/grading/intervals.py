@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sets of real numbers as people write them: (1, 2], 1 < x \\le 2, x \\ne 3, |x| > 2, \\mathbb{R} \\setminus \\{3\\}."""
+"""Sets of numbers as people write them: (1, 2], 1 < x \\le 2, x \\ne 3, |x| > 2, \\mathbb{R} \\setminus \\{3\\}."""
 
 from __future__ import annotations
 

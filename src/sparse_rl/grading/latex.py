@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+import unicodedata
 from fractions import Fraction
 
 UNICODE = {
@@ -13,15 +14,16 @@ UNICODE = {
     "¾": r"\frac{3}{4}", "≈": r"\approx ", "∅": r"\emptyset ", "\u00a0": " ", "\u2009": " ", "\u202f": " ",
     "“": '"', "”": '"', "’": "'", "√": "sqrt ",
 }  # fmt: skip
-RAISED = dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ", "0123456789+-n", strict=True))
-LOWERED = dict(zip("₀₁₂₃₄₅₆₇₈₉₊₋ₙ", "0123456789+-n", strict=True))
+RAISED, LOWERED = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ]+"), re.compile("[₀₁₂₃₄₅₆₇₈₉₊₋ₙ]+")
 POWERS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 SCALES = {name: 10**power for name, power in POWERS.items()} | {"dozen": 12}
 SCALED = re.compile(
     rf"(?<![\w.,^{{])(\d[\d,]*(?:\.\d+)?)\s*(\\text\{{)?\s*({'|'.join(SCALES)})s?(?![A-Za-z])", re.IGNORECASE
 )
-COUNTED = "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen".split()
-COUNTED += "seventeen eighteen nineteen twenty".split()
+COUNTED = [
+    "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve",
+    "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen", "twenty",
+]  # fmt: skip
 
 # (pattern, replacement) in order; commands end where no letter follows.
 RULES = [
@@ -51,6 +53,7 @@ RULES = [
     (r"\\(?:mathrm|mathbf|mathit|textbf|textit|textrm|textnormal|textsf|mbox|hbox|operatorname\*?|rm|bf)(?=\s*\{)",
      r"\\text"),
     (r"\\text\s*\{", r"\\text{"),
+    (r"\\text\{([^{}]*)\^\{(-?\d)\}([^{}]*)\}", r"\\text{\1^\2\3}"),
     (r"\{\\(?:rm|bf|it)\s+([^{}]*)\}", r"\\text{\1}"),
     (r"\^\s*\{\s*\\circ\s*\}|\^\s*\\circ(?![A-Za-z])|\\degree(?![A-Za-z])", r"\\deg "),
     (r"\bnp\.|\bmath\.|\bsympy\.", ""),
@@ -80,10 +83,10 @@ TOKEN = re.compile(r"\\[A-Za-z]+|\\.|.", re.DOTALL)
 def normalise(text: str) -> str:
     """The text in one spelling; spaces are kept as single ones, since units and words need them."""
     text = text.strip("* \n\t")  # bold
+    text = RAISED.sub(lambda run: "^{" + unicodedata.normalize("NFKC", run.group()) + "}", text)
+    text = LOWERED.sub(lambda run: "_{" + unicodedata.normalize("NFKC", run.group()) + "}", text)
     for char, spelling in UNICODE.items():
         text = text.replace(char, spelling)
-    for sign, small in (("^", RAISED), ("_", LOWERED)):
-        text = re.sub(f"[{''.join(small)}]+", lambda run: f"{sign}{{{''.join(small[c] for c in run.group())}}}", text)  # noqa: B023
     text = text.replace("\\$", "").replace("$", "").replace("\\%", "%")
     for pattern, replacement in COMPILED:
         text = pattern.sub(replacement, text)

@@ -22,7 +22,7 @@ from sparse_rl.grading.numbers import near, numbers_equal, parse_number, without
 from sparse_rl.grading.units import factor, parse_unit, split_unit
 
 LONGEST = 2000  # characters; a longer answer is compared as text alone
-NAME = re.compile(r"[^+\-*/^<>=\d{][^+\-*/^<>=]*|\\text\{[^{}]*\}.*")
+NAME = re.compile(r"[A-Za-z]\^\{(?:-1|\\prime)\}(?:\([a-z]\))?|[^+\-*/^<>=\d{][^+\-*/^<>=]*|\\text\{[^{}]*\}.*")
 CHOICE = re.compile(r"\(?([A-Z])\)?[.:,]?")
 NO_OTHER_CHOICE = r"(?!.*(?<![A-Za-z])[A-Z](?![A-Za-z]))"
 CHOICE_WITH_TEXT = re.compile(
@@ -96,6 +96,8 @@ def _bare(text: str) -> str:
         else:
             break
     text = {"\\mathbb{R}": "(-\\infty, \\infty)", "\\R": "(-\\infty, \\infty)", "\\{\\}": "\\emptyset"}.get(text, text)
+    if re.fullmatch(r"all real(?:s| numbers)", plain_text(text).casefold()):
+        text = "(-\\infty, \\infty)"
     parts = split(text, ("\\in",))
     return parts[1] if len(parts) == 2 and VARIABLE.fullmatch(parts[0]) and "," not in text[: len(parts[0])] else text
 
@@ -112,25 +114,25 @@ def _words(given: str, right: str) -> bool | None:
     """Choices (A) and answers in words; None where the right answer is neither."""
     given, right = plain_text(given), plain_text(right)
     if choice := CHOICE.fullmatch(right):
-        mine = CHOICE.fullmatch(given) or CHOICE_WITH_TEXT.fullmatch(given)
-        return next(filter(None, mine.groups())) == choice[1] if mine else None
+        chosen = CHOICE.fullmatch(given) or CHOICE_WITH_TEXT.fullmatch(given)
+        return next(filter(None, chosen.groups())) == choice[1] if chosen else None
     if (theirs := TIME.fullmatch(right)) and (theirs[2] or theirs[3]):
         if (ours := TIME.fullmatch(given)) is None:
             return None
         half_days = {(time[3] or "").lower() for time in (ours, theirs)}
         return (ours[1], ours[2] or ":00") == (theirs[1], theirs[2] or ":00") and half_days != {"a", "p"}
-    ours, theirs = _said(given), _said(right)
-    if not any(map(_is_word, theirs)) or re.search(r"[=<>^_\\,;/]", right) or re.match(r"[-\d]", right):
+    mine, said = _said(given), _said(right)
+    if not any(map(_is_word, said)) or re.search(r"[=<>^_\\,;/]", right) or re.match(r"[-\d]", right):
         return None
-    if ours == theirs:
+    if mine == said:
         return True
-    return False if all(map(_is_word, ours + theirs)) else None
+    return False if all(map(_is_word, mine + said)) else None
 
 
 def _said(text: str) -> list[str]:
     """Words (in small letters and the singular), numbers, and every other sign; quotes and full stops say nothing."""
     text = re.sub(r"(?<=[A-Za-z]{3})-(?=[A-Za-z]{3})", " ", text)
-    tokens = re.findall(r"[A-Za-z]+|[\d.]*\d|[^\s\"'.!]", text)
+    tokens = re.findall(r"[A-Za-z]+|[\d.]*\d|[^\s\"'.,!]", text)
     return [re.sub(r"(?<=[a-z]{3})s$", "", token.lower()) if _is_word(token) else token for token in tokens]
 
 

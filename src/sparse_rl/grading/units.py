@@ -84,14 +84,14 @@ LONGEST = 300  # characters of an answer that may have a unit; the patterns take
 POWER = r"(?:\^\{?-?\d\}?)?"
 BARE_WORD = rf"(?:square|sq|cubic|cu|units?|{LONG})(?:e?s)?\.?{POWER}"
 BARE_NEXT = rf"\s*(?:/|per|\\cdot|\s)\s*(?:{BARE_WORD}|[a-z]\b)"
-TEXT = rf"\\text\{{[^{{}}\d=<>+*,;:|]*\}}{POWER}"  # \text{ or 6} is no unit
+TEXT = rf"\\text\{{(?:[^{{}}\d=<>+*,;:|^]|\^-?\d)*\}}{POWER}"  # \text{ or 6} is no unit
 # what stands before \text{...}; before known words; a number before any words; before a letter; a formula before one
 IN_TEXT = re.compile(rf"(?P<value>.*[^\s+\-*/=<>(,\[{{^_])\s*(?P<unit>{TEXT}(?:{TEXT}|\s|/|\\cdot)*)")
 BARE = re.compile(
     rf"(?P<value>.*?[\d}})%\]a-z])(?:(?<![A-Za-z])\s*|\s+)(?P<unit>{BARE_WORD}(?:{BARE_NEXT})*)", re.IGNORECASE
 )
 AFTER_NUMBER = re.compile(r"(?P<value>[-+]?[\d.,/]+%?|.*\\deg)\s+(?P<unit>[A-Za-z]{2,}(?:[.\s/-]+[A-Za-z]{2,})*[.\s]*)")
-NUMBER_AND_LETTER = re.compile(r"(?P<value>-?\d+(?:\.\d+)?)\s+(?P<unit>[mgshL])")
+NUMBER_AND_LETTER = re.compile(rf"(?P<value>-?\d+(?:\.\d+)?)\s+(?P<unit>[mgshL](?:/[a-z]{POWER})?)")
 ONE_LETTER = re.compile(rf"(?P<value>.*[\d}})])\s+(?P<unit>(?P<letter>[mgshL]){POWER}(?:/[a-z]{POWER})?)")
 
 
