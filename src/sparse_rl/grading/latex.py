@@ -83,6 +83,8 @@ TOKEN = re.compile(r"\\[A-Za-z]+|\\.|.", re.DOTALL)
 def normalise(text: str) -> str:
     """The text in one spelling; spaces are kept as single ones, since units and words need them."""
     text = text.strip("* \n\t")  # bold
+    if re.fullmatch(r"-?\\?\$ ?[\d.,]+", text):
+        text = text.replace("\\", "").replace("$", "") + "\\text{ dollars}"
     text = RAISED.sub(lambda run: "^{" + unicodedata.normalize("NFKC", run.group()) + "}", text)
     text = LOWERED.sub(lambda run: "_{" + unicodedata.normalize("NFKC", run.group()) + "}", text)
     for char, spelling in UNICODE.items():
@@ -93,7 +95,7 @@ def normalise(text: str) -> str:
     text = SCALED.sub(_scaled, text)
     text = re.sub(r"\\text\{\s*(?:,?\s*(?:and|or)|,)\s*\}", ", ", text)
     text = re.sub(r"(?<![A-Za-z\\{]),?\s+(?:and|or)\s+(?![A-Za-z]+\s[A-Za-z]+)", ", ", text)
-    text = re.sub(r"^\s*\\text\{[^{}]*(?:\bis|:|=)\s*\}(?=.)", "", text)
+    text = re.sub(r"^\s*\\text\{[^{}]*(?:\bis|\bare|:|=)\s*\}(?=.)", "", text)
     text = re.sub(r"^\s*(?:\\approx|\\simeq|\\therefore|=|approximately|about)(?![A-Za-z])", "", text)
     text = TRAILING.sub("", " ".join(text.split()))
     word = plain_text(text).casefold()

@@ -29,6 +29,7 @@ CHOICE_WITH_TEXT = re.compile(
     r"(?:[Oo]ption |[Cc]hoice |[Aa]nswer )?(?:\(([A-Z])\)|([A-Z])[.:)]|([A-Z])$)" + NO_OTHER_CHOICE + ".*"
 )
 TIME = re.compile(r"(\d{1,2})((?::\d\d){0,2}) ?(?:([ap])\.? ?m\.?)?", re.IGNORECASE)
+COLUMN = re.compile(r"\\begin\{[pb]matrix\}([^&]*)\\end\{[pb]matrix\}")
 EQUAL = ("=", "\\approx")
 ZEROS = re.compile(r"\d,0\d\d(?!\d)")  # 35,000 is no list
 FUNCTION = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])")
@@ -103,17 +104,19 @@ def _bare(text: str) -> str:
 
 
 def _unnamed(text: str, other: str) -> str:
-    """Without the name of x = 5, (x, y) = (2, 4) and P(2, 4), where the other answer has none."""
+    """Without the name of x = 5, (x, y) = (2, 4) and P(2, 4), where the other answer has none; a column as a tuple."""
     sides = split(text, ("=",))
     if len(sides) == 2 and "=" not in other and NAME.fullmatch(sides[0]) and len(split(sides[0], (",",))) == 1:
         return _bare(sides[1])
+    if (column := COLUMN.fullmatch(text)) and wrapped(other):
+        return f"({column[1].strip().strip(chr(92)).replace(chr(92) * 2, ',')})"
     return text[1:] if re.match(r"[A-Z]\(", text) and wrapped(text[1:]) and wrapped(other) else text
 
 
 def _words(given: str, right: str) -> bool | None:
     """Choices (A) and answers in words; None where the right answer is neither."""
     given, right = plain_text(given), plain_text(right)
-    if choice := CHOICE.fullmatch(right):
+    if choice := CHOICE.fullmatch(right) or re.fullmatch(r"\(([A-Z])\) .+", right):
         chosen = CHOICE.fullmatch(given) or CHOICE_WITH_TEXT.fullmatch(given)
         return next(filter(None, chosen.groups())) == choice[1] if chosen else None
     if (theirs := TIME.fullmatch(right)) and (theirs[2] or theirs[3]):

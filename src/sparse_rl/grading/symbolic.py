@@ -16,8 +16,8 @@ DEEPEST = 15  # nested brackets
 MOST_DIGITS = 20_000.0
 # Texts that no person writes and that keep the parser busy: powers of powers of powers, many bars
 HOSTILE = re.compile(r"(?:\^[{(\s+-]*(?:\d+|\\[A-Za-z]+|[A-Za-z])[)}\s]*){3}|(?:\|[^|]*){9}")
-# 5 6 and {5}{6}, which the parser adds up
-ADDED = re.compile(r"(?<![_\d])\d+\s+\d|(?<![A-Za-z_^}\]])\{\s*\d+\s*\}\s*\{?\s*\d")
+# 5 6 and {5}{6}, which the parser adds up, and 2^3^2, which may be 64 or 512
+DOUBTFUL = re.compile(r"(?<![_\d])\d+\s+\d|(?<![A-Za-z_^}\]])\{\s*\d+\s*\}\s*\{?\s*\d|\^\s*(?:\w|\{[^{}]*\})\s*\^")
 NAMED = re.compile(r"\\(angle|triangle|square|odot|widehat|overparen)\s*\{?((?:[A-Z](?:_\{?\d\}?)?\s*){2,})\}?")
 
 
@@ -66,7 +66,7 @@ def readable(text: str) -> str:
 @lru_cache(maxsize=256)
 def parsed(text: str) -> Any:
     """The sympy formula of a normalised text, None where it cannot be one."""
-    if not text or len(text) > LONGEST or HOSTILE.search(text) or ADDED.search(text) or _depth(text) > DEEPEST:
+    if not text or len(text) > LONGEST or HOSTILE.search(text) or DOUBTFUL.search(text) or _depth(text) > DEEPEST:
         return None
     from latex2sympy2_extended.latex2sympy2 import ConversionConfig, latex2sympy
     from sympy import Basic, Derivative, Float, I, MatrixBase, MatrixExpr, Rational, Symbol
@@ -126,7 +126,7 @@ def _undone(formula: Any) -> bool:
 
 def _verify(right: Any, given: Any) -> bool:
     from math_verify.grader import verify
-    from sympy import MatrixBase, Symbol
+    from sympy import Abs, MatrixBase, Symbol, expand_log, log
 
     if isinstance(right, Symbol) or isinstance(given, Symbol):
         return bool(right == given)  # math-verify takes a product of letters for a word
@@ -139,6 +139,8 @@ def _verify(right: Any, given: Any) -> bool:
     differ = _differ(right, given)
     if not differ and not right.free_symbols | given.free_symbols:
         return differ is False
+    if right.has(log) and given.has(log) and not right.has(Abs) and not given.has(Abs):  # their arguments are positive
+        right, given = expand_log(right, force=True), expand_log(given, force=True)
     return not differ and bool(verify(right, given, timeout_seconds=None))
 
 
