@@ -53,6 +53,8 @@ RULES = [
     (r"\\(?:mathrm|mathbf|mathit|textbf|textit|textrm|textnormal|textsf|mbox|hbox|operatorname\*?|rm|bf)(?=\s*\{)",
      r"\\text"),
     (r"\\text\s*\{", r"\\text{"),
+    (r"\\text\{([ie])\}", r" \1 "),
+    (r"(?<![A-Za-z])([A-Z]),? (?:and|or) (?=[A-Z](?![A-Za-z]))", r"\1, "),
     (r"\\text\{([^{}]*)\^\{(-?\d)\}([^{}]*)\}", r"\\text{\1^\2\3}"),
     (r"\{\\(?:rm|bf|it)\s+([^{}]*)\}", r"\\text{\1}"),
     (r"\^\s*\{\s*\\circ\s*\}|\^\s*\\circ(?![A-Za-z])|\\degree(?![A-Za-z])", r"\\deg "),

@@ -30,7 +30,8 @@ CHOICE_WITH_TEXT = re.compile(
 )
 TIME = re.compile(r"(\d{1,2})((?::\d\d){0,2}) ?(?:([ap])\.? ?m\.?)?", re.IGNORECASE)
 COLUMN = re.compile(r"\\begin\{[pb]matrix\}([^&]*)\\end\{[pb]matrix\}")
-EQUAL = ("=", "\\approx")
+TUPLE_NAMED = re.compile(r"\(([^()]*)\) ?= ?\((.*)\)")
+EQUAL = ("=", "\\approx", "\\equiv")
 ZEROS = re.compile(r"\d,0\d\d(?!\d)")  # 35,000 is no list
 FUNCTION = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])")
 WORD = re.compile(r"[A-Za-z]{3,}|no", re.IGNORECASE)
@@ -77,7 +78,7 @@ def _same(given: str, right: str) -> bool:
     given, right = _unnamed(given, right), _unnamed(right, given)
     if (verdict := _words(given, right)) is not None:
         return verdict
-    for shape in (_unions, _lists, _brackets, _relations, _equations):
+    for shape in (_remainders, _unions, _lists, _brackets, _relations, _equations):
         if (verdict := shape(given, right)) is not None:
             return verdict
     return _values(given, right)
@@ -100,7 +101,7 @@ def _bare(text: str) -> str:
     if re.fullmatch(r"all real(?:s| numbers)", plain_text(text).casefold()):
         text = "(-\\infty, \\infty)"
     parts = split(text, ("\\in",))
-    return parts[1] if len(parts) == 2 and VARIABLE.fullmatch(parts[0]) and "," not in text[: len(parts[0])] else text
+    return parts[1] if len(parts) == 2 and VARIABLE.fullmatch(parts[0]) and len(split(parts[1], (",",))) == 1 else text
 
 
 def _unnamed(text: str, other: str) -> str:
@@ -108,6 +109,9 @@ def _unnamed(text: str, other: str) -> str:
     sides = split(text, ("=",))
     if len(sides) == 2 and "=" not in other and NAME.fullmatch(sides[0]) and len(split(sides[0], (",",))) == 1:
         return _bare(sides[1])
+    if (named := TUPLE_NAMED.fullmatch(text)) and "=" in other and not wrapped(other):
+        names, values = split(named[1], (",",)), split(named[2], (",",))
+        return ", ".join(map("=".join, zip(names, values, strict=False))) if len(names) == len(values) else text
     if (column := COLUMN.fullmatch(text)) and wrapped(other):
         return f"({column[1].strip().strip(chr(92)).replace(chr(92) * 2, ',')})"
     return text[1:] if re.match(r"[A-Z]\(", text) and wrapped(text[1:]) and wrapped(other) else text
@@ -144,6 +148,14 @@ def _is_word(text: str) -> bool:
     low = text.lower()
     product = low in "abcdefghijklmnopqrstuvwxyz" and low != "no"
     return bool(WORD.fullmatch(text) and re.search("[aeiouy]", low)) and not product
+
+
+def _remainders(given: str, right: str) -> bool | None:
+    """3 \\pmod 7: the modulus may be missing, but not another one."""
+    ours, theirs = split(given, ("\\pmod",)), split(right, ("\\pmod",))
+    if len(ours) == 1 and len(theirs) == 1:
+        return None
+    return _same(ours[0], theirs[0]) and (len(ours) != len(theirs) or _same(ours[-1], theirs[-1]))
 
 
 def _unions(given: str, right: str) -> bool | None:

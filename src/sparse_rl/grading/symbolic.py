@@ -69,21 +69,13 @@ def parsed(text: str) -> Any:
     if not text or len(text) > LONGEST or HOSTILE.search(text) or DOUBTFUL.search(text) or _depth(text) > DEEPEST:
         return None
     from latex2sympy2_extended.latex2sympy2 import ConversionConfig, latex2sympy
-    from sympy import Basic, Derivative, Float, I, MatrixBase, MatrixExpr, Rational, Symbol
 
     try:
         # A word in \text is one symbol; letters side by side are a product.
         formula = latex2sympy(
             readable(text), normalization_config=None, conversion_config=ConversionConfig(lowercase_symbols=False)
         )
-        if not isinstance(formula, Basic | MatrixBase) or magnitude(formula) > MOST_DIGITS:
-            return None
-        if isinstance(formula, MatrixExpr):  # a product of matrices, say
-            formula = formula.doit()
-        # dx/dt is a name: its variables would be constants, and it 0.
-        exact: dict[Any, Any] = {one: Symbol(str(one)) for one in formula.atoms(Derivative)}
-        exact |= {number: Rational(str(number)) for number in formula.atoms(Float)}
-        return evaluated(formula.xreplace(exact | {Symbol("i"): I, Symbol("i", real=True): I}))
+        return evaluated(formula)
     except MemoryError:
         raise
     except Exception:  # the parser raises all sorts; what it cannot read is no formula
@@ -91,30 +83,43 @@ def parsed(text: str) -> Any:
 
 
 def evaluated(formula: Any) -> Any:
-    """With its arithmetic done: the parser leaves 1/2/2 as it stands, and deep ones take for ever later."""
-    from sympy import Expr
+    """With its arithmetic done exactly, from the inside out: the parser leaves 1/2/2 as it stands.
 
-    if not isinstance(formula, Expr) or not formula.args:
+    Raises OverflowError before a number gets more digits than anyone writes.
+    """
+    from sympy import Derivative, Expr, Float, I, MatrixBase, MatrixExpr, Rational, Set, Symbol, Tuple
+
+    if isinstance(formula, Float):
+        return Rational(str(formula))
+    if isinstance(formula, Derivative):  # dx/dt is a name: worked out, with x a constant, it would be 0
+        return Symbol(str(formula))
+    if isinstance(formula, Symbol):
+        return I if formula.name == "i" else formula
+    if isinstance(formula, MatrixBase):
+        return formula.applyfunc(evaluated)
+    if not isinstance(formula, Expr | Set | Tuple):
+        raise TypeError(f"{type(formula).__name__} is no value")
+    if not formula.args:
         return formula
-    return formula.func(*map(evaluated, formula.args))
+    args = [evaluated(argument) for argument in formula.args]
+    if digits(formula.func, args) > MOST_DIGITS:
+        raise OverflowError("too many digits")
+    done = formula.func(*args)
+    return done.doit() if isinstance(done, MatrixExpr) else done  # a product of matrices, say
 
 
-def magnitude(formula: Any) -> float:
-    """An upper bound of the digits that the value of any part without variables has; infinity if there are too many."""
-    from sympy import Integer, Pow, Rational, binomial, factorial
+def digits(function: Any, args: list[Any]) -> float:
+    """About how many digits a power, a factorial or a binomial of these has, if it is a number; else 0."""
+    from sympy import Pow, Rational, binomial, factorial, factorial2
 
-    if isinstance(formula, Integer):
-        return formula.p.bit_length() * 0.302
-    if isinstance(formula, Rational):
-        return max(formula.p.bit_length(), formula.q.bit_length()) * 0.302
-    sizes = [magnitude(argument) for argument in getattr(formula, "args", ())] or [1.0]
-    if max(sizes) > MOST_DIGITS:
-        return float("inf")
-    if isinstance(formula, Pow) and not formula.args[1].free_symbols:
-        return (sizes[0] + 0.5) * 10 ** sizes[1] if sizes[1] < 6 else float("inf")
-    if isinstance(formula, factorial | binomial):
-        return sizes[0] * 10 ** sizes[0] if sizes[0] < 4 else float("inf")
-    return sum(sizes)
+    if not issubclass(function, Pow | binomial | factorial | factorial2) or not args[-1].is_number:
+        return 0.0
+    sizes = [float(abs(argument).evalf(5)) if argument.is_number else 1.0 for argument in args]
+    if function is Pow:
+        base = args[0]
+        length = max(base.p.bit_length(), base.q.bit_length()) * 0.302 if isinstance(base, Rational) else 1.0
+        return sizes[1] * length
+    return min(sizes) * len(str(int(sizes[0])))
 
 
 def _undone(formula: Any) -> bool:

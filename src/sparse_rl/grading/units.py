@@ -92,7 +92,7 @@ BARE = re.compile(
 )
 AFTER_NUMBER = re.compile(r"(?P<value>[-+]?[\d.,/]+%?|.*\\deg)\s+(?P<unit>[A-Za-z]{2,}(?:[.\s/-]+[A-Za-z]{2,})*[.\s]*)")
 NUMBER_AND_LETTER = re.compile(rf"(?P<value>-?\d+(?:\.\d+)?)\s+(?P<unit>[mgshL](?:/[a-z]{POWER})?)")
-ONE_LETTER = re.compile(rf"(?P<value>.*[\d}})])\s+(?P<unit>(?P<letter>[mgshL]){POWER}(?:/[a-z]{POWER})?)")
+ONE_LETTER = re.compile(rf"(?P<value>.*[\d}})])\s+(?P<unit>(?P<letter>[mgshLKNJWVCA]){POWER}(?:/[a-z]{POWER})?)")
 
 
 def split_unit(text: str, variables: str | None = None) -> tuple[str, str]:
