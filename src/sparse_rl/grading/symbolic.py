@@ -87,7 +87,7 @@ def evaluated(formula: Any) -> Any:
 
     Raises OverflowError before a number gets more digits than anyone writes.
     """
-    from sympy import Derivative, Expr, Float, I, MatrixBase, MatrixExpr, Rational, Set, Symbol, Tuple
+    from sympy import Derivative, Expr, Float, I, MatrixBase, MatrixExpr, Rational, Set, Symbol, Tuple, UnevaluatedExpr
 
     if isinstance(formula, Float):
         return Rational(str(formula))
@@ -102,6 +102,8 @@ def evaluated(formula: Any) -> Any:
     if not formula.args:
         return formula
     args = [evaluated(argument) for argument in formula.args]
+    if isinstance(formula, UnevaluatedExpr):
+        return args[0]
     if digits(formula.func, args) > MOST_DIGITS:
         raise OverflowError("too many digits")
     done = formula.func(*args)
