@@ -18,7 +18,9 @@ NUMBER = re.compile(
     re.ASCII,
 )
 
-FILLER = re.compile(r"(?:\**(?:therefore|thus|hence|then|so|simply|just|indeed|exactly|equal to|given by)\b[\s,:]*)+")
+FILLER = re.compile(
+    r"\A(?:\*{0,2}(?:therefore|thus|hence|then|so|simply|just|indeed|exactly|equal to|given by)\b[\s,:]*)+"
+)
 WORD = re.compile(r"(?<![\\A-Za-z_])[A-Za-z]{2,}(?![A-Za-z])")
 IN_TEXT = re.compile(r"\\[A-Za-z]+\s*\{[^{}]*\}")
 FORMULA = re.compile(r"\$([^$]+)\$")
