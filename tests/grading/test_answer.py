@@ -34,6 +34,10 @@ from sparse_rl.grading.answer import final_answer, last_boxed
         ("The answer is $18 every day at the market.", "$18"),
         ("The answer is $x+1$, since $x$ has to be positive.", "x+1"),
         ("The answer is a necessary but not a sufficient condition.", "a necessary but not a sufficient condition"),
+        ("The answer is therefore 42.", "42"),
+        ("The answer is thus, simply, $x+1$.", "$x+1$"),
+        ("about 1e5", "1e5"),
+        ("the answer is two.", "two"),
         ("The answer is June 20.", "June 20"),
         ("Some steps\n#### 72", "72"),
         ("so she pays $1,200.50.", "1200.50"),
@@ -54,7 +58,7 @@ def test_an_empty_box_is_an_empty_answer():
 
 
 @pytest.mark.parametrize(
-    "piece", ["\\boxed{", "{", "}", "\\", "the answer is ", "1,", "$", ".", "#", "a 1/", "\\boxed"]
+    "piece", ["\\boxed{", "{", "}", "\\", "the answer is ", "1,", "$", ".", "#", "a 1/", "\\boxed", "*", "so "]
 )
 def test_hostile_texts_take_no_time(piece):
     text = piece * (200_000 // len(piece))

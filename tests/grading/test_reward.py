@@ -28,6 +28,7 @@ def test_columns(reward):
     assert reward(completions=["5", "5"], answers=[["4", "5"], []]) == [1, None]
     solutions = [r"First 3, so \boxed{5}.", "Half of it is 4.\n#### 5", "5", "word " * 100, "", None]
     assert reward(completions=["5"] * 6, solution=solutions) == [1, 1, 1, None, None, None]
+    assert reward(completions=["5", "nan"], answer=[float("nan"), float("nan")]) == [None, None]
     assert reward(completions=["5"], answer=["5 eggs a day\n#### 5"]) == [1]
     assert reward(completions=[[{"role": "assistant", "content": r"\boxed{5}"}]], answer=["5"], level=[1]) == [1]
     with pytest.raises(ValueError, match='"answer"'):
@@ -43,7 +44,7 @@ def test_order_is_kept(reward):
 
 
 def test_a_failure_is_no_zero(reward):
-    first, hung, last = reward(completions=["5", HANGS, "6"], answer=["5"] * 3)
+    first, hung, last = reward(completions=["5", HANGS, "6"], answer=["5", r"\prod_{k=1}^{99} k^{k}", "5"])
     assert (first, last) == (1, 0)
     assert hung == Failed("timed out after 1 s")
 

@@ -14,9 +14,13 @@ ANNOUNCED = re.compile(r"(?:\banswer(?:\*\*)? ?(?:is|:|=|to the (?:problem|quest
 SENTENCE = re.compile(r"\\.|[{}]|(?P<end>\n|\.(?=\s|$|\*|\\\))|[!?](?=\s|$))")
 # Sign, whole part, decimals, denominator. A minus after a digit or a word ("10-4") is no sign; a 2 in "CO2" no number.
 NUMBER = re.compile(
-    r"(?<!\w)([-+]?)\$?((?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)?)((?<=\d)(?:\.\d+)?|\.\d+)((?:/\d+)?)", re.ASCII
+    r"(?<!\w)([-+]?)\$?((?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)?)((?<=\d)(?:\.\d+)?|\.\d+)((?:/\d+|[eE][-+]?\d{1,3}(?!\w))?)",
+    re.ASCII,
 )
 
+FILLER = re.compile(
+    r"\A(?:\*{0,2}(?:therefore|thus|hence|then|so|simply|just|indeed|exactly|equal to|given by)\b[\s,:]*)+"
+)
 WORD = re.compile(r"(?<![\\A-Za-z_])[A-Za-z]{2,}(?![A-Za-z])")
 IN_TEXT = re.compile(r"\\[A-Za-z]+\s*\{[^{}]*\}")
 FORMULA = re.compile(r"\$([^$]+)\$")
@@ -76,7 +80,7 @@ def after_answer_is(text: str) -> str | None:
         if match["end"] and depth == 0:
             end = match.start()
             break
-    return _without_prose(rest[:end].strip().strip("*").strip()) or None
+    return _without_prose(FILLER.sub("", rest[:end].strip()).strip().strip("*").strip()) or None
 
 
 def _without_prose(sentence: str) -> str:

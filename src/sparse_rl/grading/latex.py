@@ -4,14 +4,26 @@
 from __future__ import annotations
 
 import re
+import unicodedata
+from fractions import Fraction
 
 UNICODE = {
     "\N{MINUS SIGN}": "-", "–": "-", "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "÷": "/", "∞": r"\infty ",
     "π": r"\pi ", "θ": r"\theta ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "∪": r"\cup ", "∩": r"\cap ",
-    "∈": r"\in ", "±": r"\pm ", "°": r"^\circ ", "²": "^2", "³": "^3", "½": r"\frac{1}{2}", "¼": r"\frac{1}{4}",
+    "∈": r"\in ", "±": r"\pm ", "°": r"^\circ ", "½": r"\frac{1}{2}", "¼": r"\frac{1}{4}",
     "¾": r"\frac{3}{4}", "≈": r"\approx ", "∅": r"\emptyset ", "\u00a0": " ", "\u2009": " ", "\u202f": " ",
-    "“": '"', "”": '"', "’": "'", "√": r"\sqrt ",
+    "“": '"', "”": '"', "’": "'", "√": "sqrt ",
 }  # fmt: skip
+RAISED, LOWERED = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ]+"), re.compile("[₀₁₂₃₄₅₆₇₈₉₊₋ₙ]+")
+POWERS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+SCALES = {name: 10**power for name, power in POWERS.items()} | {"dozen": 12}
+SCALED = re.compile(
+    rf"(?<![\w.,^{{])(\d[\d,]*(?:\.\d+)?)\s*(\\text\{{)?\s*({'|'.join(SCALES)})s?(?![A-Za-z])", re.IGNORECASE
+)
+COUNTED = [
+    "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve",
+    "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen", "twenty",
+]  # fmt: skip
 
 # (pattern, replacement) in order; commands end where no letter follows.
 RULES = [
@@ -29,7 +41,7 @@ RULES = [
     (r"\\gt(?![A-Za-z])", ">"),
     (r"<=", r"\\le "),
     (r">=", r"\\ge "),
-    (r"\\(?:text)?color\s*\{[^{}]*\}|\\+$", ""),
+    (r"\\(?:text)?color\s*\{[A-Za-z]*\}|\\+$", ""),
     (r"(?<=[A-Za-z)])'|\^\s*\\prime(?![A-Za-z])", r"^{\\prime}"),
     (r"\\langle(?![A-Za-z])", "("),
     (r"\\rangle(?![A-Za-z])", ")"),
@@ -41,9 +53,16 @@ RULES = [
     (r"\\(?:mathrm|mathbf|mathit|textbf|textit|textrm|textnormal|textsf|mbox|hbox|operatorname\*?|rm|bf)(?=\s*\{)",
      r"\\text"),
     (r"\\text\s*\{", r"\\text{"),
+    (r"\\text\{([ie])\}", r" \1 "),
+    (r"(?<![A-Za-z])([A-Z]),? (?:and|or) (?=[A-Z](?![A-Za-z]))", r"\1, "),
+    (r"\\text\{([^{}]*)\^\{(-?\d)\}([^{}]*)\}", r"\\text{\1^\2\3}"),
     (r"\{\\(?:rm|bf|it)\s+([^{}]*)\}", r"\\text{\1}"),
     (r"\^\s*\{\s*\\circ\s*\}|\^\s*\\circ(?![A-Za-z])|\\degree(?![A-Za-z])", r"\\deg "),
     (r"\bnp\.|\bmath\.|\bsympy\.", ""),
+    (r"\\deg\s*(?:\\text\{\s*([CF])\s*\}|([CF])(?![A-Za-z]))", r"\\text{ degrees \1\2}"),
+    (r"(?<=\d)\s*(?:\\text\{\s*per ?cent\s*\}|per ?cent(?![A-Za-z]))", "%"),
+    (r"\\(mathbb|bar|overline|vec) ([A-Za-z\d])(?![A-Za-z])", r"\\\1{\2}"),
+    (r"(?<![\\A-Za-z])sqrt\s*(\d+(?:\.\d+)?)", r"\\sqrt{\1}"),
     (r"(?<![\\A-Za-z])(arc(?:sin|cos|tan)|sin|cos|tan|ln|log|exp|sqrt|pi|infinity|infty)(?![A-Za-z])", r"\\\1"),
     (r"\\infinity", r"\\infty"),
     (r"\\sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}"),
@@ -66,16 +85,29 @@ TOKEN = re.compile(r"\\[A-Za-z]+|\\.|.", re.DOTALL)
 def normalise(text: str) -> str:
     """The text in one spelling; spaces are kept as single ones, since units and words need them."""
     text = text.strip("* \n\t")  # bold
+    if re.fullmatch(r"-?\\?\$ ?[\d.,]+", text):
+        text = text.replace("\\", "").replace("$", "") + "\\text{ dollars}"
+    text = RAISED.sub(lambda run: "^{" + unicodedata.normalize("NFKC", run.group()) + "}", text)
+    text = LOWERED.sub(lambda run: "_{" + unicodedata.normalize("NFKC", run.group()) + "}", text)
     for char, spelling in UNICODE.items():
         text = text.replace(char, spelling)
     text = text.replace("\\$", "").replace("$", "").replace("\\%", "%")
     for pattern, replacement in COMPILED:
         text = pattern.sub(replacement, text)
+    text = SCALED.sub(_scaled, text)
     text = re.sub(r"\\text\{\s*(?:,?\s*(?:and|or)|,)\s*\}", ", ", text)
-    text = re.sub(r"(?<![A-Za-z\\]),?\s+(?:and|or)\s+(?![A-Za-z]+\s[A-Za-z]+)", ", ", text)
-    text = re.sub(r"^\s*\\text\{[^{}]*(?:\bis|:|=)\s*\}(?=.)", "", text)
+    text = re.sub(r"(?<![A-Za-z\\{]),?\s+(?:and|or)\s+(?![A-Za-z]+\s[A-Za-z]+)", ", ", text)
+    text = re.sub(r"^\s*\\text\{[^{}]*(?:\bis|\bare|:|=)\s*\}(?=.)", "", text)
     text = re.sub(r"^\s*(?:\\approx|\\simeq|\\therefore|=|approximately|about)(?![A-Za-z])", "", text)
-    return TRAILING.sub("", " ".join(text.split()))
+    text = TRAILING.sub("", " ".join(text.split()))
+    word = plain_text(text).casefold()
+    return str(COUNTED.index(word)) if word in COUNTED else text
+
+
+def _scaled(match: re.Match[str]) -> str:
+    """5 million as 5000000."""
+    value = Fraction(match[1].replace(",", "")) * SCALES[match[3].lower()]
+    return f"{value if value.denominator == 1 else float(value)}{match[2] or ''}"
 
 
 def squeezed(text: str) -> str:

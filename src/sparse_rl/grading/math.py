@@ -16,23 +16,26 @@ from typing import Any
 
 from sparse_rl.grading import symbolic
 from sparse_rl.grading.answer import final_answer
-from sparse_rl.grading.latex import cuts, normalise, plain_text, split, squeezed, wrapped
+from sparse_rl.grading.intervals import BOUND, VARIABLE, chain, interval, pieces, union, variable_of
+from sparse_rl.grading.latex import normalise, plain_text, split, squeezed, wrapped
 from sparse_rl.grading.numbers import near, numbers_equal, parse_number, without_thousands
 from sparse_rl.grading.units import factor, parse_unit, split_unit
 
 LONGEST = 2000  # characters; a longer answer is compared as text alone
-ORDER = {"<": "<", ">": ">", "\\le": "\\le", "\\ge": "\\ge"}
-FLIPPED = {"<": ">", ">": "<", "\\le": "\\ge", "\\ge": "\\le"}
-NAME = re.compile(r"[^+\-*/^<>=\d{][^+\-*/^<>=]*|\\text\{[^{}]*\}.*")
-VARIABLE = re.compile(r"\\?[A-Za-z]+(?:_\{?\w+\}?)?")
-BOUND = re.compile(VARIABLE.pattern + r"(?: ?\\in ?\\(?:mathbb\{R\}|R))?")
+NAME = re.compile(r"[A-Za-z]\^\{(?:-1|\\prime)\}(?:\([a-z]\))?|[^+\-*/^<>=\d{][^+\-*/^<>=]*|\\text\{[^{}]*\}.*")
 CHOICE = re.compile(r"\(?([A-Z])\)?[.:,]?")
 NO_OTHER_CHOICE = r"(?!.*(?<![A-Za-z])[A-Z](?![A-Za-z]))"
 CHOICE_WITH_TEXT = re.compile(
     r"(?:[Oo]ption |[Cc]hoice |[Aa]nswer )?(?:\(([A-Z])\)|([A-Z])[.:)]|([A-Z])$)" + NO_OTHER_CHOICE + ".*"
 )
 TIME = re.compile(r"(\d{1,2})((?::\d\d){0,2}) ?(?:([ap])\.? ?m\.?)?", re.IGNORECASE)
-BASE = re.compile(r"([0-9A-Fa-f.]+)_\{?(?:\\text\{)?(\d+|\w{3,})\}?\}?")
+COLUMN = re.compile(r"\\begin\{[pb]matrix\}([^&]*)\\end\{[pb]matrix\}")
+TUPLE_NAMED = re.compile(r"\(([^()]*)\) ?= ?\((.*)\)")
+EQUAL = ("=", "\\approx", "\\equiv")
+ZEROS = re.compile(r"\d,0\d\d(?!\d)")  # 35,000 is no list
+FUNCTION = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])")
+WORD = re.compile(r"[A-Za-z]{3,}|no", re.IGNORECASE)
+BASE = re.compile(r"(-?[0-9A-Fa-f.]+)_\{?(?:\\text\{)?(\d+|\w{3,})\}?\}?")
 
 
 def grade(item: dict[str, Any]) -> float:
@@ -63,7 +66,8 @@ def equal(given: str, right: str | Sequence[str]) -> bool:
 
 
 def _readings(text: str) -> list[str]:
-    return list(dict.fromkeys((text, without_thousands(text))))
+    joined = without_thousands(text)
+    return [joined] if ZEROS.search(text) else list(dict.fromkeys((text, joined)))
 
 
 def _same(given: str, right: str) -> bool:
@@ -71,9 +75,10 @@ def _same(given: str, right: str) -> bool:
     given, right = _bare(given), _bare(right)
     if squeezed(given) == squeezed(right):
         return True
+    given, right = _unnamed(given, right), _unnamed(right, given)
     if (verdict := _words(given, right)) is not None:
         return verdict
-    for shape in (_unions, _lists, _brackets, _relations, _equations):
+    for shape in (_remainders, _unions, _lists, _brackets, _relations, _equations):
         if (verdict := shape(given, right)) is not None:
             return verdict
     return _values(given, right)
@@ -93,34 +98,69 @@ def _bare(text: str) -> str:
         else:
             break
     text = {"\\mathbb{R}": "(-\\infty, \\infty)", "\\R": "(-\\infty, \\infty)", "\\{\\}": "\\emptyset"}.get(text, text)
+    if re.fullmatch(r"all real(?:s| numbers)", plain_text(text).casefold()):
+        text = "(-\\infty, \\infty)"
     parts = split(text, ("\\in",))
-    return parts[1] if len(parts) == 2 and VARIABLE.fullmatch(parts[0]) and "," not in text[: len(parts[0])] else text
+    return parts[1] if len(parts) == 2 and VARIABLE.fullmatch(parts[0]) and len(split(parts[1], (",",))) == 1 else text
+
+
+def _unnamed(text: str, other: str) -> str:
+    """Without the name of x = 5, (x, y) = (2, 4) and P(2, 4), where the other answer has none; a column as a tuple."""
+    sides = split(text, ("=",))
+    if len(sides) == 2 and "=" not in other and NAME.fullmatch(sides[0]) and len(split(sides[0], (",",))) == 1:
+        return _bare(sides[1])
+    if (named := TUPLE_NAMED.fullmatch(text)) and "=" in other and not wrapped(other):
+        names, values = split(named[1], (",",)), split(named[2], (",",))
+        return ", ".join(map("=".join, zip(names, values, strict=False))) if len(names) == len(values) else text
+    if (column := COLUMN.fullmatch(text)) and wrapped(other):
+        return f"({column[1].strip().strip(chr(92)).replace(chr(92) * 2, ',')})"
+    return text[1:] if re.match(r"[A-Z]\(", text) and wrapped(text[1:]) and wrapped(other) else text
 
 
 def _words(given: str, right: str) -> bool | None:
     """Choices (A) and answers in words; None where the right answer is neither."""
     given, right = plain_text(given), plain_text(right)
-    if choice := CHOICE.fullmatch(right):
-        mine = CHOICE.fullmatch(given) or CHOICE_WITH_TEXT.fullmatch(given)
-        return next(filter(None, mine.groups())) == choice[1] if mine else None
+    if choice := CHOICE.fullmatch(right) or re.fullmatch(r"\(([A-Z])\) .+", right):
+        chosen = CHOICE.fullmatch(given) or CHOICE_WITH_TEXT.fullmatch(given)
+        return next(filter(None, chosen.groups())) == choice[1] if chosen else None
     if (theirs := TIME.fullmatch(right)) and (theirs[2] or theirs[3]):
         if (ours := TIME.fullmatch(given)) is None:
             return None
         half_days = {(time[3] or "").lower() for time in (ours, theirs)}
         return (ours[1], ours[2] or ":00") == (theirs[1], theirs[2] or ":00") and half_days != {"a", "p"}
-    if not re.search(r"(?<![\\A-Za-z])[A-Za-z]{2,}", right) or re.search(r"[=<>^_\\,;/]", right):
+    mine, said = _said(given), _said(right)
+    if not any(map(_is_word, said)) or re.search(r"[=<>^_\\,;/]", right) or re.match(r"[-\d]", right):
         return None
-    if re.search(r"\d", right) and not re.match(r"[A-Za-z]", right):
+    if mine == said:
+        return True
+    return False if all(map(_is_word, mine + said)) else None
+
+
+def _said(text: str) -> list[str]:
+    """Words (in small letters and the singular), numbers, and every other sign; quotes and full stops say nothing."""
+    text = re.sub(r"(?<=[A-Za-z]{3})-(?=[A-Za-z]{3})", " ", text)
+    tokens = re.findall(r"[A-Za-z]+|[\d.]*\d|[^\s\"'.,!]", text)
+    return [re.sub(r"(?<=[a-z]{3})s$", "", token.lower()) if _is_word(token) else token for token in tokens]
+
+
+def _is_word(text: str) -> bool:
+    """Whether letters are a word and not a product as abc or xyz."""
+    low = text.lower()
+    product = low in "abcdefghijklmnopqrstuvwxyz" and low != "no"
+    return bool(WORD.fullmatch(text) and re.search("[aeiouy]", low)) and not product
+
+
+def _remainders(given: str, right: str) -> bool | None:
+    """3 \\pmod 7: the modulus may be missing, but not another one."""
+    ours, theirs = split(given, ("\\pmod",)), split(right, ("\\pmod",))
+    if len(ours) == 1 and len(theirs) == 1:
         return None
-    letters = [re.sub(r"[\W_]+", "", text).casefold() for text in (given, right)]
-    return True if letters[0] == letters[1] else None
+    return _same(ours[0], theirs[0]) and (len(ours) != len(theirs) or _same(ours[-1], theirs[-1]))
 
 
 def _unions(given: str, right: str) -> bool | None:
-    ours, theirs = split(given, ("\\cup",)), split(right, ("\\cup",))
-    if len(ours) == 1 and len(theirs) == 1:
-        return None
-    return _match(ours, theirs)
+    ours, theirs = union(given), union(right)
+    return None if ours is None and theirs is None else _match(ours or pieces(given), theirs or pieces(right))
 
 
 def _lists(given: str, right: str) -> bool | None:
@@ -157,59 +197,19 @@ def _items(text: str) -> list[str] | None:
 
 def _brackets(given: str, right: str) -> bool | None:
     """Tuples, points, intervals: order counts, and so do the brackets of a pair."""
-    ours, theirs = _interval(given), _interval(right)
+    ours, theirs = interval(given), interval(right)
     if ours is None or theirs is None:
         return None if ours is None and theirs is None else False
-    if _variable_of(given) and _variable_of(right) and _variable_of(given) != _variable_of(right):
+    if variable_of(given) and variable_of(right) and variable_of(given) != variable_of(right):
         return False
     ends, other_ends = split(ours[1], (",", ";")), split(theirs[1], (",", ";"))
     same_brackets = (ours[0], ours[2]) == (theirs[0], theirs[2]) or len(ends) > 2
     return same_brackets and _in_order(ends, other_ends)
 
 
-def _interval(text: str) -> tuple[str, str, str] | None:
-    """(opening, "a, b, ...", closing) of a tuple, an interval, or a chain a < x <= b that says the same."""
-    whole = wrapped(text)
-    if whole and whole[0] in "([" and len(split(whole[1], (",", ";"))) > 1:
-        return whole
-    chain = _chain(text)
-    if chain is None or _variable_of(text) is None:
-        return None
-    sides, signs = chain
-    if len(sides) == 3:
-        brackets = ["(" if signs[0] == "<" else "[", ")" if signs[1] == "<" else "]"]
-        return brackets[0], f"{sides[0]}, {sides[2]}", brackets[1]
-    if VARIABLE.fullmatch(sides[0]):
-        return "(", f"-\\infty, {sides[1]}", ")" if signs[0] == "<" else "]"
-    return "(" if signs[0] == "<" else "[", f"{sides[0]}, \\infty", ")"
-
-
-def _chain(text: str) -> tuple[list[str], list[str]] | None:
-    """Sides and signs of an ascending chain of inequalities; a descending one is turned round."""
-    signs = [match.group() for match in cuts(text, tuple(ORDER))]
-    if not signs:
-        return None
-    sides = split(text, tuple(ORDER))
-    if all(sign in (">", "\\ge") for sign in signs):
-        return sides[::-1], [FLIPPED[sign] for sign in reversed(signs)]
-    return sides, signs
-
-
-def _variable_of(text: str) -> str | None:
-    """The variable that a chain bounds: a < x < b, x < a, a < x."""
-    chain = _chain(text)
-    if chain is None or any(sign not in ("<", "\\le") for sign in chain[1]):
-        return None
-    sides = chain[0]
-    middle = {2: [side for side in sides if VARIABLE.fullmatch(side) and side != "\\infty"], 3: sides[1:2]}.get(
-        len(sides), []
-    )
-    return middle[0] if len(middle) == 1 and VARIABLE.fullmatch(middle[0]) else None
-
-
 def _relations(given: str, right: str) -> bool | None:
     """Inequalities that bound no single variable; != and the like are compared side by side."""
-    ours, theirs = _chain(given), _chain(right)
+    ours, theirs = chain(given), chain(right)
     if ours is None and theirs is None:
         return None
     if ours is None or theirs is None or len(ours[0]) != len(theirs[0]) or ours[1] != theirs[1]:
@@ -223,19 +223,38 @@ def _relations(given: str, right: str) -> bool | None:
 
 def _equations(given: str, right: str) -> bool | None:
     """x = 5 is 5 where the other side names no variable; two equations may be multiples of each other."""
-    ours, theirs = split(given, ("=",)), split(right, ("=",))
+    ours, theirs = split(given, EQUAL), split(right, EQUAL)
     if len(ours) == 1 and len(theirs) == 1:
         return None
     if len(ours) > 1 and len(theirs) > 1:
-        if squeezed(ours[0]) == squeezed(theirs[0]):
+        if squeezed(ours[0]) == squeezed(theirs[0]) or _same_graph(ours[0], theirs[0]):
             return _same(ours[-1], theirs[-1])
         if _in_order([ours[0], ours[-1]], [theirs[0], theirs[-1]]):
             return True
         return symbolic.multiples((ours[0], ours[-1]), (theirs[0], theirs[-1]))
-    named = (ours if len(ours) > 1 else theirs)[0]
-    if NAME.fullmatch(named) or not re.search(r"[A-Za-z]", re.sub(r"\\[a-z]+", "", named)):
-        return _same(ours[-1], theirs[-1])
-    return False
+    mine, right_values = _equal_values(ours), _equal_values(theirs)
+    return any(_same(one, value) for one in mine for value in right_values)
+
+
+def _equal_values(sides: list[str]) -> list[str]:
+    """The exact and the rounded value of x = 1/3 = 0.333; none where the sides contradict each other."""
+    named = len(sides) > 1 and NAME.fullmatch(sides[0]) and symbolic.value(sides[0]) is None
+    values = sides[1:] if named else sides
+    numbers = [symbolic.value(side) for side in values]
+    first = numbers[0]
+    if len(values) > 1 and (
+        first is None or any(number is None or abs(number - first) > abs(first) / 100 for number in numbers)
+    ):
+        return []
+    return [values[0], values[-1]]
+
+
+def _same_graph(name: str, other: str) -> bool:
+    """y = ... and f(x) = ... say the same."""
+    return any(
+        re.fullmatch(r"[A-Za-z]", one) and re.fullmatch(rf"[A-Za-z]\((?!{one})[A-Za-z]\)", two)
+        for one, two in ((name, other), (other, name))
+    )
 
 
 def _values(given: str, right: str) -> bool:
@@ -248,8 +267,10 @@ def _values(given: str, right: str) -> bool:
     scale = factor(my_unit, unit)
     if scale is None or (value.endswith("%") and parse_unit(my_unit)) or (mine.endswith("%") and parse_unit(unit)):
         return False
-    if (base := BASE.fullmatch(squeezed(value))) is not None:
-        other = BASE.fullmatch(squeezed(mine))
+    base, other = BASE.fullmatch(squeezed(value)), BASE.fullmatch(squeezed(mine))
+    if base is None and other is not None and parse_number(value):
+        return False
+    if base is not None:
         digits, number_base = other.groups() if other else (squeezed(mine), base[2])
         return (digits.upper(), number_base) == (base[1].upper(), base[2])
     mine, value = _tidy(mine), _tidy(value)
@@ -267,8 +288,9 @@ def _values(given: str, right: str) -> bool:
 
 
 def _tidy(text: str) -> str:
-    """Without degree signs; a ratio 3:4 as the fraction it is."""
-    text = text.replace("\\deg", "").strip()
+    """Without degree signs, but those of an argument of a function; a ratio 3:4 as the fraction it is."""
+    radians = r"{(\1 \\cdot \\frac{\\pi}{180})}" if FUNCTION.search(text) else r"\1"
+    text = re.sub(r"(\d+(?:\.\d+)?|[A-Za-z]|(?<=\}))\s*\\deg", radians, text).replace("\\deg", "").strip()
     sides = text.split(":")
     if len(sides) == 2 and all(parse_number(side) for side in sides):
         return "\\frac{" + sides[0].strip() + "}{" + sides[1].strip() + "}"

@@ -16,7 +16,9 @@ POWER_OF_TEN = re.compile(r"([-+]?)10\^(?:\{([-+]?\d{1,3})\}|(\d))")
 RATIO = re.compile(rf"([-+]?)(?:\\frac\{{([-+]?{DIGITS}\.?\d*)\}}\{{([-+]?{DIGITS}\.?\d*)\}}|({DIGITS}\.?)/({DIGITS}))")
 MIXED = re.compile(rf"([-+]?)({DIGITS})(?: ?\\frac\{{({DIGITS})\}}\{{({DIGITS})\}}| ({DIGITS})/({DIGITS}))")
 # 12,345 alone is one number; "100,200" may also be two, so the caller tries both.
-THOUSANDS = re.compile(r"(?<![\d.,])(\d{1,3}(?:, ?\d{3})+)(?!\d|,\d)")
+THOUSANDS = re.compile(r"(?<![\d.,])(\d{1,3}(?:,\d{3})+)(?!\d|,\d)")
+SEPARATED = re.compile(r"(?:\(|\[|\\\{)[^()\[\]{}]*(?:\)|\]|\\\})")  # the innermost brackets
+REPEATING = re.compile(r"([-+]?)(\d{0,20})\.(\d{0,20})\\(?:overline|bar)\{(\d{1,20})\}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,10 @@ def parse_number(text: str) -> Number | None:
         written_as_decimal = "." in digits.rstrip(".") or exponent is not None
         half_unit = scale / 10**decimals / 2 if written_as_decimal else None
         return Number(_signed(sign, Fraction(digits.rstrip(".")) * scale), half_unit, percent)
+    if repeating := REPEATING.fullmatch(text):
+        sign, whole, fixed, period = repeating.groups()
+        value = Fraction(int(whole + fixed + period) - int(whole + fixed or 0), 10 ** len(period) - 1)
+        return Number(_signed(sign, value / 10 ** len(fixed)), None, percent)
     if power := POWER_OF_TEN.fullmatch(text):
         sign, braced, digit = power.groups()
         return Number(_signed(sign, Fraction(10) ** int(braced or digit)), None, percent)
@@ -59,8 +65,17 @@ def parse_number(text: str) -> Number | None:
 
 
 def without_thousands(text: str) -> str:
-    """With commas between thousands taken out."""
-    return THOUSANDS.sub(lambda match: match.group().replace(",", "").replace(" ", ""), text)
+    """With commas between thousands taken out; in brackets some comma has to stay, since (20,100) is a pair."""
+
+    def inside(match: re.Match[str]) -> str:
+        joined = _joined(match.group())
+        return joined if "," in joined else match.group().replace(",", ", ")
+
+    return _joined(SEPARATED.sub(inside, text))
+
+
+def _joined(text: str) -> str:
+    return THOUSANDS.sub(lambda match: match.group().replace(",", ""), text)
 
 
 def numbers_equal(given: Number, right: Number) -> bool:

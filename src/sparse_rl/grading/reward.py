@@ -60,7 +60,7 @@ def right_answer(value: Any) -> str | list[str] | None:
     if isinstance(value, list | tuple):
         several = [str(one) for one in map(right_answer, value) if one]
         return several or None
-    if value is None or isinstance(value, bool | dict):
+    if value is None or value != value or isinstance(value, bool | dict):  # NaN is what a table has for nothing
         return None
     text = str(value).strip()
     if "####" in text:  # as GSM8K has it: the solution, then #### and the answer

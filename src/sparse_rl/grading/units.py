@@ -11,6 +11,8 @@ import re
 from dataclasses import dataclass
 from fractions import Fraction
 
+from sparse_rl.grading.latex import COUNTED, SCALES
+
 # dimension: {names: size}; a name's plural with s is understood
 TABLE: dict[str, dict[str, str]] = {
     "length": {
@@ -36,7 +38,10 @@ TABLE: dict[str, dict[str, str]] = {
     "power": {"w watt": "1", "kw kilowatt": "1000", "mw": "1000000"},
     "force": {"n newton": "1", "kn": "1000"},
     "frequency": {"hz hertz": "1", "khz": "1000", "mhz": "1000000"},
-    "temperature": {"k kelvin": "1"},
+    "kelvin": {"k kelvin": "1"},
+    "celsius": {"celsius centigrade": "1"},
+    "fahrenheit": {"fahrenheit": "1"},
+    "unit": {"unit": "1"},
     "charge": {"coulomb": "1"},
     "voltage": {"v volt": "1"},
     "amount": {"mol mole": "1"},
@@ -45,6 +50,13 @@ COMPOUND = {
     "mph": "mile/hour", "kmph": "km/h", "kmh": "km/h", "kph": "km/h", "cc": "cm^3",
     "l": "dm^3", "liter": "dm^3", "litre": "dm^3", "ml": "cm^3", "milliliter": "cm^3",
 }  # fmt: skip
+# Words that say more than what is counted: "5 or more", "3 over two", "7 tenths" are not 5, 3 and 7.
+NO_NOUN = re.compile(
+    rf"(?:{'|'.join([*COUNTED, *SCALES])}|and|or|plus|minus|over|divided|less|than|least|most|not|except|but|negative|"
+    r"squared|cubed|half|halves|quarter|third|fourth|(?:fif|six|seven|eigh|nin|ten|hundred|thousand|million)th|thirty|"
+    r"forty|fifty|sixty|seventy|eighty|ninety|root|factorial|mod|modulo|to|approximately|infinity|pi)s?",
+    re.IGNORECASE,
+)
 AREA = {"acre": Fraction(40468564224, 10**7), "hectare": Fraction(10_000)}
 
 
@@ -72,15 +84,15 @@ LONGEST = 300  # characters of an answer that may have a unit; the patterns take
 POWER = r"(?:\^\{?-?\d\}?)?"
 BARE_WORD = rf"(?:square|sq|cubic|cu|units?|{LONG})(?:e?s)?\.?{POWER}"
 BARE_NEXT = rf"\s*(?:/|per|\\cdot|\s)\s*(?:{BARE_WORD}|[a-z]\b)"
-TEXT = rf"\\text\{{[^{{}}\d]*\}}{POWER}"  # \text{ or 6} is no unit
+TEXT = rf"\\text\{{(?:[^{{}}\d=<>+*,;:|^]|\^-?\d)*\}}{POWER}"  # \text{ or 6} is no unit
 # what stands before \text{...}; before known words; a number before any words; before a letter; a formula before one
 IN_TEXT = re.compile(rf"(?P<value>.*[^\s+\-*/=<>(,\[{{^_])\s*(?P<unit>{TEXT}(?:{TEXT}|\s|/|\\cdot)*)")
 BARE = re.compile(
     rf"(?P<value>.*?[\d}})%\]a-z])(?:(?<![A-Za-z])\s*|\s+)(?P<unit>{BARE_WORD}(?:{BARE_NEXT})*)", re.IGNORECASE
 )
 AFTER_NUMBER = re.compile(r"(?P<value>[-+]?[\d.,/]+%?|.*\\deg)\s+(?P<unit>[A-Za-z]{2,}(?:[.\s/-]+[A-Za-z]{2,})*[.\s]*)")
-NUMBER_AND_LETTER = re.compile(r"(?P<value>-?\d+(?:\.\d+)?)\s+(?P<unit>[mgshL])")
-ONE_LETTER = re.compile(rf"(?P<value>.*[\d}})])\s+(?P<unit>(?P<letter>[mgshL]){POWER}(?:/[a-z]{POWER})?)")
+NUMBER_AND_LETTER = re.compile(rf"(?P<value>-?\d+(?:\.\d+)?)\s+(?P<unit>[mgshL](?:/[a-z]{POWER})?)")
+ONE_LETTER = re.compile(rf"(?P<value>.*[\d}})])\s+(?P<unit>(?P<letter>[mgshLKNJWVCA]){POWER}(?:/[a-z]{POWER})?)")
 
 
 def split_unit(text: str, variables: str | None = None) -> tuple[str, str]:
@@ -90,11 +102,12 @@ def split_unit(text: str, variables: str | None = None) -> tuple[str, str]:
     """
     if len(text) > LONGEST:
         return text, ""
-    if text.endswith("\\deg"):
+    if text.endswith("\\deg") and "\\" not in text.removesuffix("\\deg"):
         return text.removesuffix("\\deg").strip(), "deg"
     for pattern in (IN_TEXT, BARE, AFTER_NUMBER, NUMBER_AND_LETTER):
         if match := pattern.fullmatch(text):
-            return match["value"].strip(), match["unit"]
+            words = re.findall(r"(?<!\\)[A-Za-z]+", match["unit"])
+            return (text, "") if any(map(NO_NOUN.fullmatch, words)) else (match["value"].strip(), match["unit"])
     if variables is not None and (match := ONE_LETTER.fullmatch(text)) and match["letter"] not in variables:
         return match["value"].strip(), match["unit"]
     return text, ""
@@ -115,7 +128,7 @@ def parse_unit(text: str) -> Unit | None:
             if lower in ("square", "sq", "cubic", "cu"):
                 exponent_of_next = 2 if lower.startswith("s") else 3
                 continue
-            last = _named(lower)
+            last = _named({"c": "celsius", "f": "fahrenheit"}.get(lower, lower) if "angle" in powers else lower)
             if last is None:
                 return None
             size *= last.size ** (sign * exponent_of_next)
@@ -126,6 +139,8 @@ def parse_unit(text: str) -> Unit | None:
             size *= last.size ** (sign * (int(exponent) - 1))
             for dimension, power in last.dimensions:
                 powers[dimension] = powers.get(dimension, 0) + sign * (int(exponent) - 1) * power
+    if "celsius" in powers or "fahrenheit" in powers:  # degrees of these are no angle
+        powers.pop("angle", None)
     dimensions = tuple(sorted((dimension, power) for dimension, power in powers.items() if power))
     return Unit(dimensions, size) if dimensions else None
 
@@ -135,7 +150,21 @@ def factor(given: str, right: str) -> Fraction | None:
     mine, theirs = parse_unit(given), parse_unit(right)
     if mine is None or theirs is None:
         return Fraction(1)
-    return mine.size / theirs.size if mine.dimensions == theirs.dimensions else None
+    kinds = {mine.dimensions, theirs.dimensions}
+    if len(kinds) == 1:
+        return mine.size / theirs.size
+    vague = _is_vague(mine, theirs) or _is_vague(theirs, mine)
+    return Fraction(1) if vague else None
+
+
+def _is_vague(one: Unit, other: Unit) -> bool:
+    """Degrees may be those of a temperature, units those of anything, square units those of an area."""
+    (name, power), *more = one.dimensions
+    if more or name not in ("angle", "unit"):
+        return False
+    if name == "angle":
+        return other.dimensions in ((("celsius", 1),), (("fahrenheit", 1),))
+    return power == 1 or other.dimensions == (("length", power),)
 
 
 def _named(word: str) -> Unit | None:
