@@ -233,7 +233,7 @@ def test_a_row_that_a_reward_cannot_grade_is_named(build):
     for reward, bad, message in (
         ("countdown", {"nums": "1 2"}, "line 2 of .* has nums '1 2' and target 3"),
         ("countdown", {"target": "3"}, "line 2 of .* has nums .* and target '3'"),
-        ("exact", {"answer": None}, 'line 2 of .* has no "answer"; mend or remove it .reward .exact'),
+        ("exact", {"answer": None}, r'line 2 of .* has no "answer" .reward .exact.\); mend or remove it'),
         ("math", {"answer": None}, 'line 2 of .* has no right answer in "answer"'),
         ("math", {"answer": " "}, 'line 2 of .* has no right answer in "answer"'),
         ("last_number", {}, "line 1 of .* has the answer 'x', which is not a number"),
