@@ -11,7 +11,7 @@ from sparse_rl.grading.latex import cuts, split, wrapped
 
 ORDER = ("<", ">", "\\le", "\\ge")
 FLIPPED = {"<": ">", ">": "<", "\\le": "\\ge", "\\ge": "\\le"}
-VARIABLE = re.compile(r"\\?[A-Za-z]+(?:_\{?\w+\}?)?")
+VARIABLE = re.compile(r"(?:[A-Za-z]\([a-z]\)|\\?[A-Za-z]+(?:_\{?\w+\}?)?)")  # x, x_1, \theta, f(x)
 REALS = r"\\(?:mathbb\{R\}|R(?![A-Za-z]))"
 BOUND = re.compile(VARIABLE.pattern + rf"(?: ?\\in ?{REALS})?")
 ABSOLUTE = re.compile(r"\|(\\?[A-Za-z]+)\| ?(<|>|\\le|\\ge) ?(.+)")

@@ -27,8 +27,9 @@ COUNTED = [
 
 # (pattern, replacement) in order; commands end where no letter follows.
 RULES = [
+    (r"\\\\\s*\[[\d.]+ ?(?:pt|em|ex|mm|cm)\]", r"\\\\"),  # the space between rows
     (r"\\(?:left|right|[bB]igg?[lrm]?|displaystyle|textstyle|limits|nonumber|mathstrut|hfill)(?![A-Za-z])\.?", ""),
-    (r"(?<=\d)(?:\{,\}|,\\!|\\!,|\\,)(?=\d{3}(?!\d))", ""),  # thousands: 10{,}000, 10,\!000, 10\,000
+    (r"(?<=\d)(?:\{,\}|,\\! *|\\!, *|\\,)(?=\d{3}(?!\d))", ""),  # thousands: 10{,}000, 10,\!000, 10\,000
     (r"(?<!\\)\\[!/]|\{\}", ""),
     (r"(?<!\\)\\[,;: >]|\\(?:quad|qquad|enspace|thinspace|hspace\*?\{[^{}]*\})(?![A-Za-z])|~|&nbsp;", " "),
     (r"(?<!\\)\\[\[\]()]", " "),

@@ -17,7 +17,7 @@ from typing import Any
 from sparse_rl.grading import symbolic
 from sparse_rl.grading.answer import final_answer
 from sparse_rl.grading.intervals import BOUND, VARIABLE, chain, interval, pieces, union, variable_of
-from sparse_rl.grading.latex import normalise, plain_text, split, squeezed, wrapped
+from sparse_rl.grading.latex import COUNTED, normalise, plain_text, split, squeezed, wrapped
 from sparse_rl.grading.numbers import near, numbers_equal, parse_number, without_thousands
 from sparse_rl.grading.units import factor, parse_unit, split_unit
 
@@ -137,7 +137,11 @@ def _words(given: str, right: str) -> bool | None:
 
 
 def _said(text: str) -> list[str]:
-    """Words (in small letters and the singular), numbers, and every other sign; quotes and full stops say nothing."""
+    """Words (in small letters and the singular), numbers, and every other sign; quotes and full stops say nothing.
+
+    Nor does an article at the start.
+    """
+    text = re.sub(r"^(?:an?|the) (?=[a-z]{3})", "", text.strip(), flags=re.IGNORECASE)
     text = re.sub(r"(?<=[A-Za-z]{3})-(?=[A-Za-z]{3})", " ", text)
     tokens = re.findall(r"[A-Za-z]+|[\d.]*\d|[^\s\"'.,!]", text)
     return [re.sub(r"(?<=[a-z]{3})s$", "", token.lower()) if _is_word(token) else token for token in tokens]
@@ -148,6 +152,10 @@ def _is_word(text: str) -> bool:
     low = text.lower()
     product = low in "abcdefghijklmnopqrstuvwxyz" and low != "no"
     return bool(WORD.fullmatch(text) and re.search("[aeiouy]", low)) and not product
+
+
+def _base(text: str) -> str:
+    return str(COUNTED.index(text.lower())) if text.lower() in COUNTED else text
 
 
 def _remainders(given: str, right: str) -> bool | None:
@@ -272,7 +280,7 @@ def _values(given: str, right: str) -> bool:
         return False
     if base is not None:
         digits, number_base = other.groups() if other else (squeezed(mine), base[2])
-        return (digits.upper(), number_base) == (base[1].upper(), base[2])
+        return (digits.upper(), _base(number_base)) == (base[1].upper(), _base(base[2]))
     mine, value = _tidy(mine), _tidy(value)
     if squeezed(mine) == squeezed(value) and scale == 1:
         return True
