@@ -11,24 +11,14 @@ from html.parser import HTMLParser
 import pytest
 import small_eval
 from small_eval import toy
+from test_cli import run
 
-from sparse_rl.cli import main
 from sparse_rl.evaluate.store import Store
 from sparse_rl.report.eval_live import duration
 from sparse_rl.report.eval_page import write_eval_report
 
 LINE = "eval --model tiny --kv full rkv:16 --problems 6 --n 2 --temperature 1 --max-tokens 5 --engine.rows 4"
 SMALL = LINE.split()
-
-
-def run(*arguments: str, capsys) -> tuple[int, str, str]:
-    code = 0
-    try:
-        main(list(arguments))
-    except SystemExit as exit:
-        code = exit.code
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
 
 
 @pytest.fixture

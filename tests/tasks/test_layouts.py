@@ -14,17 +14,6 @@ from sparse_rl.tasks.chain import chain_tokenizer
 from sparse_rl.tasks.templates import TEMPLATES
 
 USER = [{"role": "user", "content": "hi"}]
-TEMPLATE = (
-    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}{% if quiet %}<quiet>{% endif %}"
-)
-
-
-@pytest.fixture
-def chatty():
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = TEMPLATE
-    return tokenizer
 
 
 @pytest.fixture

@@ -170,7 +170,7 @@ WRONG_FUNCTIONS = {
     "not a function": ("math:pi", "math has no function 'pi'"),
     "no colon": ("hypot", "is not of the form .*, nor one of code"),
     "nearly a name": ("last_numbr", "did you mean 'last_number'"),
-    "nearly a name with settings": ("overlog:limit=3,buffer=1", "Did you mean 'overlong'"),
+    "nearly a name with settings": ("overlog:limit=3,buffer=1", "did you mean 'overlong'"),
     "no function": ("math:", "is not of the form"),
     "no module": (":f", "is not of the form"),
     "missing file": ("{folder}/nowhere.py:f", "nowhere.py:f' cannot be imported: FileNotFoundError"),

@@ -13,17 +13,6 @@ from sparse_rl.tasks.supervised import ExamplesConfig, make_example, make_exampl
 
 TOKENIZER = tiny_tokenizer()
 EOS = TOKENIZER.eos_token_id
-TEMPLATE = (
-    "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
-)
-
-
-@pytest.fixture
-def chatty():
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = TEMPLATE
-    return tokenizer
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from sparse_rl.report.eval_table import (
     provenance,
     saved,
 )
-from sparse_rl.report.page import CSS, Html, markup, table
+from sparse_rl.report.page import Html, document, markup, table
 from sparse_rl.report.plots import INK, STYLE, looks
 from sparse_rl.runfolder import write_whole
 
@@ -34,23 +34,9 @@ if TYPE_CHECKING:
 SHOWN = 24  # samples, of as many cells
 CUT = 1500  # characters of a sample
 
-PAGE = """<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{title}</title>
-<style>{css}</style>
-</head>
-<body>
-<h1>{title}</h1>
-<p>Accuracy of language models that answer with a dense and with a compressed KV cache. Error bars and ± are one
+ABOUT = """Accuracy of language models that answer with a dense and with a compressed KV cache. Error bars and ± are one
 standard error over problems; "against full" is the difference to the dense cache, paired by problem; KV saved is
-1 - entries held / entries a dense cache would hold, summed over decode steps.</p>
-{body}
-</body>
-</html>
-"""
+1 - entries held / entries a dense cache would hold, summed over decode steps."""
 
 
 def write_eval_report(results: Results, folder: Path) -> None:
@@ -69,7 +55,7 @@ def page(results: Results, folder: Path) -> str:
             parts.append(f"<details><summary>By level and subject</summary>\n{folded}\n</details>")
     parts += [_samples(results, folder), _settings(results)]
     title = f"Evaluation{' (partial)' if results['partial'] else ''}: {', '.join(models(results))}"
-    return PAGE.format(title=markup(title), css=CSS, body="\n".join(parts))
+    return document(title, ABOUT, "\n".join(parts))
 
 
 def picture(results: Results, model: str) -> Html:

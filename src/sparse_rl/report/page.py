@@ -50,12 +50,13 @@ PAGE = """<!DOCTYPE html>
 </head>
 <body>
 <h1>{title}</h1>
-<p>Reinforcement learning of a language model whose rollouts run on a sparse KV cache: what was learnt, how far the
-sampler was from the dense model, and what the cache saved.</p>
+<p>{about}</p>
 {body}
 </body>
 </html>
 """
+ABOUT = """Reinforcement learning of a language model whose rollouts run on a sparse KV cache: what was learnt, how far
+the sampler was from the dense model, and what the cache saved."""
 
 
 class Html(str):
@@ -77,7 +78,12 @@ def page(runs: list[Run], plots: list[Plot]) -> str:
     notes = [f'<p class="note">{markup(f"{run.name}: {note}")}</p>' for run in runs for note in advice(run)]
     parts = (*notes, _summary(runs), _plots(runs, plots), _settings(runs), _definitions(runs, plots))
     body = "\n".join((*parts, _rejected(runs), _completions(runs)))
-    return PAGE.format(title=markup(_cut(", ".join(run.name for run in runs), 100, 0)), css=CSS, body=body)
+    return document(_cut(", ".join(run.name for run in runs), 100, 0), ABOUT, body)
+
+
+def document(title: str, about: str, body: str) -> str:
+    """A page that needs nothing but itself."""
+    return PAGE.format(title=markup(title), about=markup(about), css=CSS, body=body)
 
 
 def markup(text: str) -> Html:

@@ -14,11 +14,10 @@ import importlib.util
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from sparse_rl.specs import build
+from sparse_rl.specs import build, suggestion
 from sparse_rl.tasks.base import Reward
 from sparse_rl.tasks.countdown import Countdown
 from sparse_rl.tasks.exact import Exact
@@ -119,16 +118,16 @@ def build_reward(spec: str, grading: GradingConfig | None = None) -> Reward:
 def import_function(path: str) -> Reward:
     """The function that "module:function" or "path/file.py:function" names."""
     module_name, colon, function_name = path.rpartition(":")
+    hint = suggestion(path.partition(":")[0], REWARDS)
     if not colon or not module_name or not function_name:
-        close = get_close_matches(path.partition(":")[0], REWARDS, n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else f", nor one of {', '.join(REWARDS)}."
-        raise ValueError(f'reward {path!r} is not of the form "module:function" or "file.py:function"{hint}')
+        raise ValueError(
+            f'reward {path!r}{hint} is not of the form "module:function" or "file.py:function", nor one of '
+            f"{', '.join(REWARDS)}."
+        )
     try:
         module = _import_file(Path(module_name)) if module_name.endswith(".py") else _import_module(module_name)
     except (Exception, SystemExit) as error:
-        close = get_close_matches(path.partition(":")[0], REWARDS, n=1)
-        hint = f" Did you mean {close[0]!r}?" if close and isinstance(error, ModuleNotFoundError) else ""
-        raise ValueError(f"reward {path!r} cannot be imported: {type(error).__name__}: {error}.{hint}") from error
+        raise ValueError(f"reward {path!r}{hint} cannot be imported: {type(error).__name__}: {error}.") from error
     function = getattr(module, function_name, None)
     if not callable(function):
         raise ValueError(f"reward {path!r}: {module_name} has no function {function_name!r}.")
