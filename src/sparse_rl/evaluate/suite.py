@@ -90,7 +90,7 @@ def build_prompts(suite: Suite, evaluation: Evaluation, reader: Reader) -> Promp
         written = {**row, "prompt": style.write(row["problem"], where)}
         made[where] = make_prompt(written, where, reader.tokenizer, evaluation.chat_template_kwargs)
     remedy = "leave out the benchmark, take a model with a longer context"
-    overlong = too_long(made, lambda prompt: len(prompt.ids), reader.context - 1, remedy)
+    overlong = set(too_long(made, lambda prompt: len(prompt.ids), reader.context - 1, remedy))
     kept = [prompt for where, prompt in made.items() if where not in overlong]
     return Prompts(
         prompts=kept,

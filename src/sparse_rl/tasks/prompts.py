@@ -131,7 +131,8 @@ def short_enough(items: dict[str, T], length: Callable[[T], int], limit: int, re
     left_out = too_long(items, length, limit, remedy)
     if left_out:
         logger.warning("%s; they are left out.", _said(left_out, items, limit))
-    return [item for where, item in items.items() if where not in left_out]
+    gone = set(left_out)
+    return [item for where, item in items.items() if where not in gone]
 
 
 def _said(found: list[str], items: dict[str, T], limit: int) -> str:
