@@ -140,3 +140,31 @@ def cut_margin(
         elif j not in protected:
             lowest_kept = min(lowest_kept, float(scores[j]))
     return lowest_kept, highest_dropped
+
+
+def page_score(queries: np.ndarray, keys: np.ndarray, landmarks: int) -> float:
+    """What a page of ``keys`` (n, d) is worth to the ``queries`` (g, d) of a group: the mean of its heads' scores.
+
+    With one landmark the product with the mean key, with two the bound from the least and greatest of every channel.
+    """
+    total = 0.0
+    for query in queries:
+        for d in range(keys.shape[1]):
+            column = [float(key[d]) for key in keys]
+            if landmarks == 1:
+                total += float(query[d]) * (math.fsum(column) / len(column))
+            else:
+                total += max(float(query[d]) * min(column), float(query[d]) * max(column))
+    return total / len(queries)
+
+
+def chosen_pages(scores: list[float], count: int, first: int, last: int) -> list[int]:
+    """Places of the pages read: the reserved ones, then the best of the others one by one, the earlier of equals."""
+    chosen = {n for n in range(len(scores)) if n < first or n >= len(scores) - last}
+    while len(chosen) < min(count, len(scores)):
+        best = None
+        for n, score in enumerate(scores):
+            if n not in chosen and (best is None or score > scores[best]):
+                best = n
+        chosen.add(best)
+    return sorted(chosen)

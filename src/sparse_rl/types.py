@@ -34,7 +34,8 @@ class KVStats:
 
     A decode step's `held` counts the entries its attention had at hand, its own included. `full` is what the policy
     `full` would have held at the same steps, `hybrid` what transformers' own cache would: in a sliding layer never more
-    than the window. Without sliding layers the two are equal.
+    than the window. Without sliding layers the two are equal. `read` counts the entries that attention was given: all
+    that were held, unless the policy chooses among them.
     """
 
     held: tuple[int, ...]  # one per decode step (the first token comes from the prefill, so T - 1 of them)
@@ -43,6 +44,12 @@ class KVStats:
     peak: int  # largest number of entries ever held, prefill included
     peak_bytes: int  # whole pages, with positions and the query ring
     num_compressions: int
+    read: float | None = None  # sum over decode steps, mean over layers; None: all that were held
+
+    @property
+    def read_frac(self) -> float:
+        """Entries read over those that `full` would have read."""
+        return (sum(self.held) if self.read is None else self.read) / self.full if self.full else 1.0
 
     @property
     def saved_frac(self) -> float:

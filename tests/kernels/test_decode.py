@@ -145,25 +145,6 @@ def test_triton_writes_what_the_reference_writes(group, dim, page, heads, ring, 
             assert torch.equal(gather_pages_ref(pool.k_PKSD, pages)[row, :, slot], k[row])
 
 
-def test_sums_of_keys_by_chunk(device, seed):
-    """Written token by token into pages that held something else: the sums are those of the entries of each chunk."""
-    triton = pytest.importorskip("sparse_rl.kernels.decode_triton")
-    for dtype in dtypes(device):
-        pool = random_pool(9, 2, 32, 64, dtype, device)
-        pages = torch.randperm(8, device=device).reshape(2, 4) + 1
-        sums = [torch.randn(9, 2, 2, 64, device=device) for _ in range(2)]
-        for length in range(1, 70):
-            lengths = torch.tensor([length, length + 20], device=device)
-            k, v = (torch.randn(2, 2, 64, device=device).to(dtype) for _ in range(2))
-            for write, summed in zip((write_entries_ref, triton.write_entries_triton), sums, strict=True):
-                write(pool, k, v, pages, lengths, lengths, sums_PKCD=summed)
-        torch.testing.assert_close(*(x[pages[0, :2]] for x in sums))
-        keys = gather_pages_ref(pool.k_PKSD, pages)[0].float()  # K S D
-        expected = keys[:, :64].unflatten(1, (4, 16)).sum(2)
-        got = sums[1][pages[0, :2]].transpose(0, 1).flatten(1, 2)
-        torch.testing.assert_close(got, expected)
-
-
 def test_what_a_slot_held_before_does_not_matter(device, seed):
     triton = pytest.importorskip("sparse_rl.kernels.decode_triton")
     pool = random_pool(3, 1, 16, 32, torch.float32, device)

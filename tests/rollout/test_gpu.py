@@ -252,7 +252,7 @@ def test_a_model_that_cannot_be_captured_decodes_eagerly(tiny, prompts, monkeypa
 def test_a_pool_is_sized_from_what_is_free_less_a_reserve(tiny, prompts, monkeypatch):
     loaded = tiny()
     engine = Engine(loaded, Full(), EngineConfig(rows=64))
-    page = engine.config.page_size * loaded.shape.entry_bytes
+    page = engine.page_size * loaded.shape.entry_bytes
     total = torch.cuda.get_device_properties(0).total_memory
     monkeypatch.setattr("sparse_rl.rollout.engine.free_bytes", lambda device: total // 10 + 50 * page + page // 2)
     engine.generate(prompts(5), Sampling(max_tokens=1000, n=64, stop_ids=()))

@@ -148,9 +148,10 @@ def _run(size: ModelSize, settings: Namespace, parts: dict[str, Any], prompt: in
     from sparse_rl.plan import Run
 
     engine, update, optimizer, lora = (parts[name] for name in ("engine", "update", "optimizer", "lora"))
+    page_size = engine.page_size or parts["kv"].page_size
     pool_pages = engine.pool_pages
     if engine.pool_bytes is not None:
-        pool_pages = engine.pool_bytes // (engine.page_size * size.attention.entry_bytes)
+        pool_pages = engine.pool_bytes // size.attention.page_bytes(page_size, parts["kv"].num_landmarks)
     targets = () if lora.target == ("all-linear",) else lora.target
     return Run(
         kv=parts["kv"],
@@ -159,7 +160,7 @@ def _run(size: ModelSize, settings: Namespace, parts: dict[str, Any], prompt: in
         prompt=prompt,
         completion=max(1, min(parts["sampling"].max_tokens, size.context - prompt)),
         max_tokens=update.max_tokens,
-        page_size=engine.page_size,
+        page_size=page_size,
         pool_pages=pool_pages,
         prefill_tokens=engine.max_prefill_tokens,
         top_logprobs=overlap_ids(size.vocabulary),

@@ -2,6 +2,7 @@
 """One new token a row: write its entry into the row's pages, then attend to what they hold.
 
     k, v at slot lengths_b - 1 of row b become the token's own; its query goes into the row's ring
+    the landmarks of that slot's page, if pages have any, follow (landmarks.py)
     out_b = sum_{s < lengths_b, age_s < window} softmax_s(scale * q_b . k_s) v_s
 
 The pool is head-major, (pages, K, page, D): one page of one head is one contiguous tile.
@@ -15,8 +16,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from sparse_rl.kernels.backend import use_triton
-
-CHUNK = 16  # entries of a page that are summed up together
+from sparse_rl.kernels.landmarks import write_landmarks_ref
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,13 +24,14 @@ class LayerPool:
     """One layer's share of the pool.
 
     A CUDA graph bakes in the addresses it was captured with, and the pool may move. Where `offsets` is given (Triton
-    alone), the three tensors are a page that never moves, and the pool lies `offsets` elements behind each of them.
+    alone), the tensors are a page that never moves, and the pool lies `offsets` elements behind each of them.
     """
 
     k_PKSD: torch.Tensor
     v_PKSD: torch.Tensor
     positions_PKS: torch.Tensor
-    offsets: torch.Tensor | None = None  # (3,) int64
+    landmarks_PKCD: torch.Tensor | None = None
+    offsets: torch.Tensor | None = None  # (4,) int64
 
 
 def write_entries(
@@ -44,17 +45,13 @@ def write_entries(
     q_BHD: torch.Tensor | None = None,
     ring_RWHD: torch.Tensor | None = None,
     rows_B: torch.Tensor | None = None,  # whose ring
-    sums_PKCD: torch.Tensor | None = None,  # fp32, one for each CHUNK entries of a page
 ) -> None:
-    """Store each row's new key, value and position, and its query in slot `position % W` of its ring, if it has one.
-
-    With `sums`, the key is added to the sum of its chunk of the page, which starts anew with the chunk's first entry.
-    """
+    """Store each row's new key, value and position, and its query in slot `position % W` of its ring, if it has one."""
     if use_triton(k_BKD):
         from sparse_rl.kernels.decode_triton import write_entries_triton as write
     else:
         write = write_entries_ref
-    more = {"q_BHD": q_BHD, "ring_RWHD": ring_RWHD, "rows_B": rows_B, "sums_PKCD": sums_PKCD}
+    more = {"q_BHD": q_BHD, "ring_RWHD": ring_RWHD, "rows_B": rows_B}
     write(pool, k_BKD, v_BKD, pages_BN, lengths_B, positions_B, **more)
 
 
@@ -69,7 +66,6 @@ def write_entries_ref(
     q_BHD: torch.Tensor | None = None,
     ring_RWHD: torch.Tensor | None = None,
     rows_B: torch.Tensor | None = None,
-    sums_PKCD: torch.Tensor | None = None,
 ) -> None:
     page_size = pool.k_PKSD.shape[2]
     slots_B = lengths_B - 1
@@ -78,10 +74,8 @@ def write_entries_ref(
     pool.k_PKSD[page_B, :, offset_B] = k_BKD
     pool.v_PKSD[page_B, :, offset_B] = v_BKD
     pool.positions_PKS[page_B, :, offset_B] = positions_B.int()[:, None]
-    if sums_PKCD is not None:
-        chunk_B = offset_B // CHUNK
-        before = sums_PKCD[page_B, :, chunk_B] * (offset_B % CHUNK > 0)[:, None, None]
-        sums_PKCD[page_B, :, chunk_B] = before + k_BKD.to(sums_PKCD.dtype)
+    if pool.landmarks_PKCD is not None:
+        write_landmarks_ref(pool.k_PKSD, pool.landmarks_PKCD, page_B, offset_B + 1)
     if ring_RWHD is not None and rows_B is not None and q_BHD is not None:
         ring_RWHD[rows_B, positions_B % ring_RWHD.shape[1]] = q_BHD
 

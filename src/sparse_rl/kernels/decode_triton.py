@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sparse_rl.kernels.decode import CHUNK, LayerPool
+from sparse_rl.kernels.decode import LayerPool
 
 LOG2_E = 1.4426950408889634
 PROGRAMS_PER_SM = 4  # as many as it takes to keep the memory busy
@@ -32,7 +32,6 @@ def write_entries_triton(
     q_BHD: torch.Tensor | None = None,
     ring_RWHD: torch.Tensor | None = None,
     rows_B: torch.Tensor | None = None,
-    sums_PKCD: torch.Tensor | None = None,
 ) -> None:
     batch, num_kv_heads, dim = k_BKD.shape
     assert k_BKD.stride(2) == v_BKD.stride(2) == pages_BN.stride(-1) == 1
@@ -42,12 +41,12 @@ def write_entries_triton(
         pool.k_PKSD,
         pool.v_PKSD,
         pool.positions_PKS,
-        _offsets_of(pool),
+        offsets_of(pool),
         k_BKD,
         v_BKD,
         q,
         ring_RWHD if ring_RWHD is not None else k_BKD,
-        sums_PKCD if sums_PKCD is not None else k_BKD,
+        pool.landmarks_PKCD if pool.landmarks_PKCD is not None else k_BKD,
         pages_BN,
         lengths_B,
         positions_B,
@@ -66,7 +65,8 @@ def write_entries_triton(
         GROUP=q.shape[1] // num_kv_heads,
         BLOCK_G=triton.next_power_of_2(q.shape[1] // num_kv_heads),
         RING=ring_RWHD.shape[1] if remember and ring_RWHD is not None else 0,
-        CHUNK=CHUNK if sums_PKCD is not None else 0,
+        LANDMARKS=pool.landmarks_PKCD.shape[2] if pool.landmarks_PKCD is not None else 0,
+        BLOCK_S=triton.next_power_of_2(pool.k_PKSD.shape[2]),
         num_warps=2,
     )
 
@@ -81,7 +81,7 @@ def _write_entries(  # type: ignore[no-untyped-def]
     v,
     q,
     ring,
-    sums,
+    landmarks,
     pages,
     lengths,
     positions,
@@ -100,7 +100,8 @@ def _write_entries(  # type: ignore[no-untyped-def]
     GROUP: tl.constexpr,
     BLOCK_G: tl.constexpr,
     RING: tl.constexpr,
-    CHUNK: tl.constexpr,
+    LANDMARKS: tl.constexpr,
+    BLOCK_S: tl.constexpr,
 ):
     row = tl.program_id(0)
     head = tl.program_id(1)
@@ -115,10 +116,14 @@ def _write_entries(  # type: ignore[no-untyped-def]
     tl.store(pool_k + tl.load(offsets) + entry * DIM + d, new_k, inside)
     tl.store(pool_v + tl.load(offsets + 1) + entry * DIM + d, new_v, inside)
     tl.store(pool_positions + tl.load(offsets + 2) + entry, position.to(tl.int32))
-    if CHUNK > 0:
-        sum_so_far = sums + entry // CHUNK * DIM + d
-        before = tl.where(slot % CHUNK > 0, tl.load(sum_so_far, mask=inside, other=0.0), 0.0)
-        tl.store(sum_so_far, before + new_k.to(tl.float32), inside)
+    if LANDMARKS > 0:
+        s = tl.arange(0, BLOCK_S)
+        newest = slot % PAGE
+        earlier = pool_k + tl.load(offsets) + (entry - newest + s)[:, None] * DIM + d[None, :]
+        keys = tl.load(earlier, mask=(s < newest)[:, None] & inside[None, :], other=0.0)
+        keys = tl.where((s == newest)[:, None], new_k[None, :], keys)
+        tile = (page * NUM_KV_HEADS + head) * LANDMARKS * DIM
+        summarize(landmarks + tl.load(offsets + 3) + tile, keys, newest + 1, s, d, DIM, LANDMARKS)
     if RING > 0:
         g = tl.arange(0, BLOCK_G)
         query_heads = head * GROUP + g
@@ -127,6 +132,21 @@ def _write_entries(  # type: ignore[no-untyped-def]
         place = tl.load(rows + row).to(tl.int64) * RING + position % RING
         target = ring + (place * (NUM_KV_HEADS * GROUP) + query_heads[:, None]) * DIM + d[None, :]
         tl.store(target, queries, both)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def summarize(target, keys, count, s, d, DIM: tl.constexpr, LANDMARKS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Write the landmarks of a page: of its keys those with s < count, which are zeros elsewhere."""
+    keys = keys.to(tl.float32)
+    inside = d < DIM
+    if LANDMARKS == 1:
+        tl.store(target + d, (tl.sum(keys, axis=0) / count).to(target.dtype.element_ty), inside)
+    else:
+        held = (s < count)[:, None]
+        least = tl.min(tl.where(held, keys, float("inf")), axis=0)
+        most = tl.max(tl.where(held, keys, float("-inf")), axis=0)
+        tl.store(target + d, least.to(target.dtype.element_ty), inside)
+        tl.store(target + DIM + d, most.to(target.dtype.element_ty), inside)
 
 
 def decode_attention_triton(
@@ -159,7 +179,7 @@ def decode_attention_triton(
         pool.k_PKSD,
         pool.v_PKSD,
         pool.positions_PKS,
-        _offsets_of(pool),
+        offsets_of(pool),
         pages_BN,
         lengths_B,
         positions_B,
@@ -200,8 +220,12 @@ def decode_attention_triton(
 
 
 def block_of(page_size: int, row_bytes: int, crowded: bool) -> int:
-    """Entries read at a time: a power of two that divides the page, smaller where entries are wide or programs many."""
-    return min(page_size & -page_size, 64 if row_bytes <= 256 and not crowded else 32)
+    """Entries read at a time: a power of two, smaller where entries are wide or programs many.
+
+    It divides the page, or a small page divides it.
+    """
+    block = 64 if row_bytes <= 256 and not crowded else 32
+    return block if block % page_size == 0 else min(page_size & -page_size, block)
 
 
 def splits_of(num_programs: int, longest: int, num_sms: int) -> int:
@@ -220,10 +244,10 @@ def num_sms(device: torch.device) -> int:
 
 @lru_cache
 def _no_offsets(device: torch.device) -> torch.Tensor:
-    return torch.zeros(3, dtype=torch.int64, device=device)
+    return torch.zeros(4, dtype=torch.int64, device=device)
 
 
-def _offsets_of(pool: LayerPool) -> torch.Tensor:
+def offsets_of(pool: LayerPool) -> torch.Tensor:
     return pool.offsets if pool.offsets is not None else _no_offsets(pool.k_PKSD.device)
 
 
@@ -283,9 +307,13 @@ def _decode_attention(  # type: ignore[no-untyped-def]
     total = tl.zeros([BLOCK_G], tl.float32)
     acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
     for start in range(first, last, BLOCK_N):
-        page = tl.load(table + start // PAGE).to(tl.int64)
-        entry = (page * NUM_KV_HEADS + head) * PAGE + start % PAGE
-        tile = entry * DIM + n[:, None] * DIM + d[None, :]
+        if BLOCK_N > PAGE:
+            page = tl.load(table + (start + n) // PAGE, mask=start + n < last, other=0).to(tl.int64)
+            entry = (page * NUM_KV_HEADS + head) * PAGE + (start + n) % PAGE
+        else:
+            page = tl.load(table + start // PAGE).to(tl.int64)
+            entry = (page * NUM_KV_HEADS + head) * PAGE + start % PAGE + n
+        tile = entry[:, None] * DIM + d[None, :]
         if BLOCK_D == DIM:
             k = tl.load(keys + tile)
             v = tl.load(values + tile)
@@ -295,7 +323,7 @@ def _decode_attention(  # type: ignore[no-untyped-def]
         logits = tl.dot(queries, tl.trans(k), input_precision=PRECISION) * scale
         seen = start + n < last
         if HAS_WINDOW:
-            seen = seen & (tl.load(entry_positions + entry + n) > oldest)
+            seen = seen & (tl.load(entry_positions + entry) > oldest)
         logits = tl.where(seen[None, :], logits, -1e30)
         new_best = tl.maximum(best, tl.max(logits, axis=1))
         shrink = tl.exp2(best - new_best)

@@ -7,15 +7,32 @@ from dataclasses import fields
 from typing import Any
 
 from sparse_rl.kv.full import Full
+from sparse_rl.kv.pages_mean import PagesMean
 from sparse_rl.kv.policy import EvictPolicy, KVPolicy
+from sparse_rl.kv.quest import Quest
 from sparse_rl.kv.rkv import RKV
+from sparse_rl.kv.select import SelectPolicy
 from sparse_rl.kv.snapkv import SnapKV
 from sparse_rl.kv.streaming import Streaming
 from sparse_rl.specs import suggestion
 
-POLICIES: dict[str, type[KVPolicy]] = {policy.name: policy for policy in (Full, Streaming, SnapKV, RKV)}
+POLICIES: dict[str, type[KVPolicy]] = {
+    policy.name: policy for policy in (Full, Streaming, SnapKV, RKV, PagesMean, Quest)
+}
 
-__all__ = ["POLICIES", "RKV", "EvictPolicy", "Full", "KVPolicy", "SnapKV", "Streaming", "build_policy"]
+__all__ = [
+    "POLICIES",
+    "RKV",
+    "EvictPolicy",
+    "Full",
+    "KVPolicy",
+    "PagesMean",
+    "Quest",
+    "SelectPolicy",
+    "SnapKV",
+    "Streaming",
+    "build_policy",
+]
 
 
 def build_policy(policy: str = "full", **settings: Any) -> KVPolicy:

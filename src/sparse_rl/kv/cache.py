@@ -15,6 +15,7 @@ import torch
 
 from sparse_rl.kernels.backend import use_triton
 from sparse_rl.kernels.decode import LayerPool, decode_attention, write_entries
+from sparse_rl.kernels.landmarks import write_landmarks
 from sparse_rl.kernels.prefill import packed_attention
 from sparse_rl.model.dry_run import AttentionShape
 
@@ -28,21 +29,32 @@ class Saved:
     k: torch.Tensor  # (L, n, K, page, D)
     v: torch.Tensor
     positions: torch.Tensor  # (L, n, K, page)
+    landmarks: torch.Tensor  # (L, n, K, C, D)
 
 
 class PagedCache:
     """Pages 1 to `num_pages`, and page 0 for rows without a sequence; a ring of queries for every decode row.
+
+    For policies that choose among pages, each has `num_landmarks` vectors that stand for its keys (landmarks.py).
 
     `release` gives the pages' memory back, `resume` makes them anew, as many as asked for. Decode kernels find them
     through `offsets` in device memory, so a captured graph stays good wherever they come to lie.
     """
 
     def __init__(
-        self, shape: AttentionShape, *, num_pages: int, page_size: int, num_rows: int, num_queries: int
+        self,
+        shape: AttentionShape,
+        *,
+        num_pages: int,
+        page_size: int,
+        num_rows: int,
+        num_queries: int,
+        num_landmarks: int = 0,
     ) -> None:
         self.shape = shape
         self.page_size = page_size
         self.num_queries = num_queries
+        self.num_landmarks = num_landmarks
         device = shape.device
         self.windows = torch.tensor([window or NO_WINDOW for window in shape.windows], device=device)
         precise = torch.float64 if shape.dtype == torch.float64 else torch.float32
@@ -53,74 +65,85 @@ class PagedCache:
             device=device,
         )
         self.anchor = self._pages(1, 1)  # never moves: what offsets count from
-        self.offsets = torch.zeros((shape.num_layers, 3), dtype=torch.int64, device=device)
+        self.offsets = torch.zeros((shape.num_layers, 4), dtype=torch.int64, device=device)
         self.num_pages = 0
-        self.k, self.v, self.positions = self._pages(shape.num_layers, 0)
+        self.k, self.v, self.positions, self.landmarks = self._pages(shape.num_layers, 0)
         self.resume(num_pages)
 
     def release(self) -> None:
         """Give the pages' memory back."""
         self.num_pages = 0
-        self.k, self.v, self.positions = self._pages(self.shape.num_layers, 0)
+        self.k, self.v, self.positions, self.landmarks = self._pages(self.shape.num_layers, 0)
 
     def resume(self, num_pages: int) -> None:
         """Make pages, empty ones, unless there are just as many."""
         if self.num_pages == num_pages:
             return
         self.release()  # before the new ones are made
-        self.k, self.v, self.positions = self._pages(self.shape.num_layers, num_pages + 1)
+        self.k, self.v, self.positions, self.landmarks = self._pages(self.shape.num_layers, num_pages + 1)
         self.num_pages = num_pages
-        pools = (self.k, self.v, self.positions)
         self.offsets.copy_(
             torch.tensor(
                 [
                     [
                         (pool[i].data_ptr() - a.data_ptr()) // a.itemsize
-                        for pool, a in zip(pools, self.anchor, strict=True)
+                        for pool, a in zip(self.pools, self.anchor, strict=True)
                     ]
                     for i in range(self.shape.num_layers)
                 ]
             )
         )
 
+    @property
+    def pools(self) -> tuple[torch.Tensor, ...]:
+        """Everything that moves with a page."""
+        return self.k, self.v, self.positions, self.landmarks
+
     def layer(self, layer_idx: int) -> LayerPool:
         """The pages of one layer, as the decode kernels want them."""
-        if use_triton(self.k):
-            k, v, positions = (pool[0] for pool in self.anchor)
-            return LayerPool(k_PKSD=k, v_PKSD=v, positions_PKS=positions, offsets=self.offsets[layer_idx])
-        k, v, positions = (pool[layer_idx] for pool in (self.k, self.v, self.positions))
-        return LayerPool(k_PKSD=k, v_PKSD=v, positions_PKS=positions)
+        fixed = use_triton(self.k)
+        k, v, positions, landmarks = (pool[0] for pool in self.anchor) if fixed else (p[layer_idx] for p in self.pools)
+        return LayerPool(
+            k_PKSD=k,
+            v_PKSD=v,
+            positions_PKS=positions,
+            landmarks_PKCD=landmarks if self.num_landmarks else None,
+            offsets=self.offsets[layer_idx] if fixed else None,
+        )
 
     def fixed_tensors(self) -> tuple[torch.Tensor, ...]:
         """What a captured decode step reads at the address it was captured with."""
         return (*self.anchor, self.offsets, self.queries)
 
-    def _pages(self, num_layers: int, num_pages: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _pages(self, num_layers: int, num_pages: int) -> tuple[torch.Tensor, ...]:
         shape = self.shape
         size = (num_layers, num_pages, shape.num_kv_heads, self.page_size)
         # Zeros, not empty: masked slots are multiplied by a weight of 0, and 0 * nan is nan.
-        k, v = (torch.zeros(*size, shape.head_dim, dtype=shape.dtype, device=shape.device) for _ in range(2))
-        return k, v, torch.zeros(size, dtype=torch.int32, device=shape.device)
+        k, v, landmarks = (
+            torch.zeros(*size[:3], count, shape.head_dim, dtype=shape.dtype, device=shape.device)
+            for count in (self.page_size, self.page_size, self.num_landmarks)
+        )
+        return k, v, torch.zeros(size, dtype=torch.int32, device=shape.device), landmarks
 
     def clear(self) -> None:
         """Forget everything, in case what was written is not finite."""
-        for tensor in (self.k, self.v, self.positions, self.queries):
+        for tensor in (*self.pools, self.queries):
             tensor.zero_()
 
     def copy_pages(self, sources: list[int], targets: list[int]) -> None:
         source, target = to_device([sources, targets], self.k.device)
-        for pool in (self.k, self.v, self.positions):
+        for pool in self.pools:
             for layer in pool:  # one at a time, since what is copied is held twice meanwhile
                 layer[target] = layer[source]
 
     def save(self, pages: list[int]) -> Saved:
         """Copy a sequence's pages to host memory."""
         index = to_device(pages, self.k.device)
-        return Saved(*(pool[:, index].cpu() for pool in (self.k, self.v, self.positions)))
+        return Saved(*(pool[:, index].cpu() for pool in self.pools))
 
     def restore(self, saved: Saved, pages: list[int]) -> None:
         index = to_device(pages, self.k.device)
-        for pool, tensor in zip((self.k, self.v, self.positions), (saved.k, saved.v, saved.positions), strict=True):
+        for pool, tensor in zip(self.pools, (saved.k, saved.v, saved.positions, saved.landmarks), strict=True):
             pool[:, index] = tensor.to(pool.device)
 
 
@@ -165,8 +188,17 @@ class DecodeStep:
         where = (self.pages_BN, self.lengths_B, self.positions_B)
         ring = self.cache.queries[layer_idx] if self.cache.num_queries else None
         write_entries(pool, k_BKD, v_BKD, *where, q_BHD=q_BHD, ring_RWHD=ring, rows_B=self.rows_B)
-        out = decode_attention(q_BHD, pool, *where, scale=scale, window=window, max_length=self.max_length)
+        pages, lengths, max_length = self.pages_to_read(layer_idx, q_BHD, pool, window)
+        out = decode_attention(
+            q_BHD, pool, pages, lengths, self.positions_B, scale=scale, window=window, max_length=max_length
+        )
         return out[:, :, None]
+
+    def pages_to_read(
+        self, layer_idx: int, q_BHD: torch.Tensor, pool: LayerPool, window: int | None
+    ) -> tuple[torch.Tensor, torch.Tensor, int]:
+        """The pages that attention reads, how many entries of them, and at most how many."""
+        return self.pages_BN, self.lengths_B, self.max_length
 
 
 class PrefillStep:
@@ -184,6 +216,7 @@ class PrefillStep:
         )
         self.page_T, self.offset_T, slots_T = to_device(np.stack([page, slots % cache.page_size, slots]), device)
         cache.positions[:, self.page_T, :, self.offset_T] = slots_T.int()[:, None, None]
+        self.pages_N, self.counts_N = to_device(np.stack(np.unique(page, return_counts=True)), device)
 
         # A prompt shorter than the ring leaves the rest of it zero; by the time a policy reads it, it is full.
         last = np.flatnonzero(slots >= lengths[owner] - num_queries)
@@ -208,6 +241,8 @@ class PrefillStep:
         cache = self.cache
         cache.k[layer_idx][self.page_T, :, self.offset_T] = k_BKTD[0].transpose(0, 1)
         cache.v[layer_idx][self.page_T, :, self.offset_T] = v_BKTD[0].transpose(0, 1)
+        if cache.num_landmarks:
+            write_landmarks(cache.k[layer_idx], cache.landmarks[layer_idx], self.pages_N, self.counts_N)
         if cache.num_queries:
             self.queries_LBWHD[layer_idx, self.last_prompt, self.last_slot] = q_BHTD[0].transpose(0, 1)[self.last_token]
         return packed_attention(q_BHTD, k_BKTD, v_BKTD, self.boundaries, scale=scale, window=window)

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar, TypeVar
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 import torch
 
 from sparse_rl.kernels.compact import select_and_compact
 from sparse_rl.kernels.decode import gather_pages_ref
+
+if TYPE_CHECKING:
+    from sparse_rl.kv.select import SelectPolicy
 
 N = TypeVar("N", int, torch.Tensor)  # one count, or a row of them
 
@@ -55,6 +58,21 @@ class KVPolicy:
     def num_queries(self) -> int:
         """How many of the last queries the cache remembers for this policy."""
         return 0
+
+    @property
+    def selection(self) -> SelectPolicy | None:
+        """How a decode step chooses the pages it reads; it reads everything where this is None."""
+        return None
+
+    @property
+    def num_landmarks(self) -> int:
+        """Vectors that stand for the keys of a page."""
+        return self.selection.landmarks if self.selection else 0
+
+    @property
+    def page_size(self) -> int:
+        """Entries of a page where the engine's settings do not say: small pages where they are chosen among."""
+        return 16 if self.selection else 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

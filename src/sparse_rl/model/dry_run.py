@@ -45,6 +45,11 @@ class AttentionShape:
         """Key, value and position of one token in every layer and KV head."""
         return self.num_layers * self.num_kv_heads * (2 * self.head_dim * self.dtype.itemsize + 4)
 
+    def page_bytes(self, page_size: int, num_landmarks: int) -> int:
+        """A page's entries and landmarks."""
+        landmarks = self.num_layers * self.num_kv_heads * num_landmarks * self.head_dim * self.dtype.itemsize
+        return page_size * self.entry_bytes + landmarks
+
     def query_bytes(self, num_queries: int) -> int:
         """The remembered queries of one sequence."""
         return self.num_layers * num_queries * self.num_heads * self.head_dim * self.dtype.itemsize

@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from sparse_rl.kernels.backend import use_triton
 from sparse_rl.kernels.sampling import sample
 from sparse_rl.kv.cache import DecodeStep, PagedCache
+from sparse_rl.kv.select import SelectPolicy, SelectStep
 from sparse_rl.model.attention import keep_out_of_compiled_code
 from sparse_rl.model.dry_run import waits_for_device
 from sparse_rl.rollout.fusion import Group, find_groups, fused
@@ -45,6 +46,7 @@ class Decoder:
         *,
         num_rows: int,
         max_entries: int,  # a row ever holds
+        selection: SelectPolicy | None,
         graphs: bool,
         compiles: bool,
     ) -> None:
@@ -52,6 +54,7 @@ class Decoder:
         self.cache = cache
         self.sampling = sampling
         self.max_entries = max_entries
+        self.step_of = DecodeStep if selection is None else partial(SelectStep, selection)
         device = cache.shape.device
         self.rows = Rows(num_rows, -(-max_entries // cache.page_size), sampling.top_logprobs, device)
         self.uses_graphs = graphs and use_triton(cache.k)
@@ -99,7 +102,7 @@ class Decoder:
         rows = self.rows
         rows_B = rows.order[:batch]
         state = rows.ints.index_select(1, rows_B)
-        context = DecodeStep(
+        context = self.step_of(
             self.cache,
             pages_BN=rows.table.index_select(0, rows_B),
             lengths_B=state[ENTRIES] + 1,

@@ -40,7 +40,7 @@ class EngineConfig:
     """How much runs at once.
 
     rows: sequences decoded together
-    page_size: cache entries a page, a multiple of 16
+    page_size: cache entries a page, a multiple of 16; if not given 64, or 16 where a policy chooses among pages
     pool_pages: pages in the pool; if not given, enough for all rows or what is free less a tenth (on a CPU, half)
     pool_bytes: the same in bytes, keys, values and positions included
     max_prefill_tokens: prompt tokens prefilled in one forward (one longer prompt still goes alone)
@@ -49,7 +49,7 @@ class EngineConfig:
     """
 
     rows: int = 32
-    page_size: int = 64
+    page_size: int | None = None
     pool_pages: int | None = None
     pool_bytes: int | None = None
     max_prefill_tokens: int = 8192
@@ -59,7 +59,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if self.rows < 1:
             raise ValueError(f"engine.rows is {self.rows}; it must be at least 1.")
-        if self.page_size < 16 or self.page_size % 16:
+        if self.page_size is not None and (self.page_size < 16 or self.page_size % 16):
             raise ValueError(f"engine.page_size is {self.page_size}; it must be a multiple of 16.")
         if self.pool_pages is not None and self.pool_bytes is not None:
             raise ValueError("engine.pool_pages and engine.pool_bytes both give the pool's size; leave one out.")
@@ -87,6 +87,9 @@ class Engine:
         self.loaded = loaded
         self.kv = kv or Full()
         self.config = config or EngineConfig()
+        self.page_size = self.config.page_size or self.kv.page_size
+        if self.kv.selection is not None:
+            self.kv.selection.check_page_size(self.page_size)
         self.cache: PagedCache | None = None
         self.decoders: dict[tuple[object, ...], Decoder] = {}  # by what of the sampling settings their graphs bake in
         self.stats: EngineStats | None = None
@@ -151,7 +154,7 @@ class Engine:
         self._check_fits(num_pages, sequences)
         cache = self._cache_of(num_pages)
         decoder = self._decoder_of(cache, sampling, sequences)
-        pool = PagePool(num_pages, self.config.page_size)
+        pool = PagePool(num_pages, self.page_size)
         scheduler = Scheduler(
             pool,
             self.kv,
@@ -224,7 +227,7 @@ class Engine:
 
     @property
     def _page_bytes(self) -> int:
-        return self.config.page_size * self.loaded.shape.entry_bytes
+        return self.loaded.shape.page_bytes(self.page_size, self.kv.num_landmarks)
 
     def _prompt(self, prompt: Prompt | str | SequenceOf[int], index: int) -> Prompt:
         if isinstance(prompt, str):
@@ -303,7 +306,7 @@ class Engine:
         return "turn off kv.protect_prompt" if self.kv.protect_prompt else "lower kv.budget or kv.interval"
 
     def _pages_needed(self, sequence: Sequence) -> int:
-        return -(-entries_needed(self.kv, sequence) // self.config.page_size)
+        return -(-entries_needed(self.kv, sequence) // self.page_size)
 
     def _cache_of(self, num_pages: int) -> PagedCache:
         """The pool's tensors, kept between calls of the same size."""
@@ -312,9 +315,10 @@ class Engine:
                 self.cache = PagedCache(
                     self.loaded.shape,
                     num_pages=num_pages,
-                    page_size=self.config.page_size,
+                    page_size=self.page_size,
                     num_rows=self.config.rows,
                     num_queries=self.kv.num_queries,
+                    num_landmarks=self.kv.num_landmarks,
                 )
             self.cache.resume(num_pages)
         except (RuntimeError, MemoryError) as error:
@@ -339,6 +343,7 @@ class Engine:
                 sampling,
                 num_rows=self.config.rows,
                 max_entries=max_entries,
+                selection=self.kv.selection,
                 graphs=self.config.graphs,
                 compiles=self.config.compile,
             )

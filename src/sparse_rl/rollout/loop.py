@@ -49,6 +49,7 @@ class Progress:
     num_tokens: int  # sampled and read so far
     elapsed_s: float
     held_so_far: int  # entries a layer and KV head, summed over all decode steps of all rows
+    read_so_far: float  # those of them that attention read, mean over layers
     full_so_far: int  # the same for a dense cache
     pages_used: int
     num_pages: int
@@ -95,6 +96,7 @@ class Loop:
         self.num_tokens = 0
         self.num_finished = 0
         self.held_so_far = 0
+        self.read_so_far = 0.0
         self.full_so_far = 0
         self.began = time.perf_counter()
 
@@ -224,9 +226,23 @@ class Loop:
         after = len(sequence.token_ids) - 1
         self.num_tokens += count
         self.held_so_far += sum(sequence.held[before:after])
+        read = self.read_by(sequence, before, after)
+        sequence.read += read
+        self.read_so_far += read
         self.full_so_far += sum(range(sequence.prompt_len + before + 1, sequence.prompt_len + after + 1))
         if reason is not None:
             self.finish(sequence, reason)
+
+    def read_by(self, sequence: Sequence, start: int, stop: int) -> float:
+        """Entries a layer and KV head that these decode steps of a sequence read, mean over layers."""
+        policy, windows, page_size = self.policy.selection, self.shape.windows, self.scheduler.pool.page_size
+        held = sequence.held[start:stop]
+        if policy is None:
+            return sum(held)
+        contexts = range(sequence.prompt_len + 1 + start, sequence.prompt_len + 1 + stop)
+        read = sum(policy.pages_read(n, context, page_size)[1] for n, context in zip(held, contexts, strict=True))
+        share = sum(policy.selects(i, window) for i, window in enumerate(windows)) / len(windows)
+        return share * read + (1.0 - share) * sum(held)
 
     def end_of(self, sequence: Sequence, tokens: np.ndarray, ends: np.ndarray) -> tuple[int, FinishReason | None]:
         """How many of the tokens belong to the sequence, and why it ends with them, if it does."""
@@ -265,6 +281,7 @@ class Loop:
             num_tokens=self.num_tokens,
             elapsed_s=time.perf_counter() - self.began,
             held_so_far=self.held_so_far,
+            read_so_far=self.read_so_far,
             full_so_far=self.full_so_far,
             pages_used=self.scheduler.pool.num_used,
             num_pages=self.scheduler.pool.num_pages,
@@ -275,7 +292,7 @@ class Loop:
         num_tokens = len(sequence.token_ids)
         contexts = range(sequence.prompt_len + 1, sequence.prompt_len + num_tokens)  # of the decode steps
         peak = max(sequence.prompt_len, *sequence.held, 0)
-        page_bytes = self.scheduler.pool.page_size * self.shape.entry_bytes
+        page_bytes = self.shape.page_bytes(self.scheduler.pool.page_size, self.policy.num_landmarks)
         return Rollout(
             prompt=self.prompts[sequence.prompt_idx],
             sample=sequence.request % self.sampling.n,
@@ -291,6 +308,7 @@ class Loop:
                 peak_bytes=self.scheduler.pool.pages_for(peak) * page_bytes
                 + self.shape.query_bytes(self.policy.num_queries),
                 num_compressions=len(sequence.compressed_at),
+                read=sequence.read,
             ),
             top_ids=torch.cat(sequence.top_ids) if sequence.top_ids else None,
             top_logprobs=torch.cat(sequence.top_logprobs) if sequence.top_logprobs else None,

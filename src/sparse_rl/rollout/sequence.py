@@ -30,6 +30,7 @@ class Sequence:
     top_ids: list[torch.Tensor] = field(default_factory=list)
     top_logprobs: list[torch.Tensor] = field(default_factory=list)
     held: list[int] = field(default_factory=list)  # entries at each decode step
+    read: float = 0.0  # entries that decode steps read so far, mean over layers
     compressed_at: list[int] = field(default_factory=list)  # index of the token drawn in that step; 0 for the prompt
     kept_positions: list[torch.Tensor] = field(default_factory=list)
     finish_reason: FinishReason | None = None

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What stands for a page of keys, and the pages a query reads.
+
+    landmarks of a page     mean of its keys (C = 1), or their elementwise minimum and maximum (C = 2)
+    score of a page         mean over the query heads of a KV head's group of
+                                q . mean                            C = 1
+                                sum_d max(q_d min_d, q_d max_d)     C = 2, a bound on every q . k of the page
+    pages of a row          its `first` first and `last` last ones, and of the others those with the highest scores
+
+As q_d min_d is the greater of the two where q_d < 0, a bound is a product too: max(q, 0) . max + min(q, 0) . min.
+Landmarks have the dtype of the keys and are always made of the page's keys, not of the landmark before: an entry more
+costs one page, 16 entries or so beside the thousands that attention reads, and no rounding adds up.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from sparse_rl.kernels.backend import use_triton
+
+if TYPE_CHECKING:
+    from sparse_rl.kernels.decode import LayerPool
+
+
+def write_landmarks(
+    k_PKSD: torch.Tensor,
+    landmarks_PKCD: torch.Tensor,
+    pages_N: torch.Tensor,
+    counts_N: torch.Tensor,  # entries the page holds; with none its landmarks stay
+) -> None:
+    """Make the landmarks of these pages anew."""
+    if use_triton(k_PKSD):
+        from sparse_rl.kernels.landmarks_triton import write_landmarks_triton as write
+    else:
+        write = write_landmarks_ref
+    write(k_PKSD, landmarks_PKCD, pages_N, counts_N)
+
+
+def write_landmarks_ref(
+    k_PKSD: torch.Tensor, landmarks_PKCD: torch.Tensor, pages_N: torch.Tensor, counts_N: torch.Tensor
+) -> None:
+    pages_N, counts_N = pages_N[counts_N > 0], counts_N[counts_N > 0]
+    k_NKSD = k_PKSD[pages_N]
+    k_NKSD = k_NKSD if k_NKSD.dtype == torch.float64 else k_NKSD.float()
+    empty = (torch.arange(k_NKSD.shape[2], device=k_NKSD.device) >= counts_N[:, None])[:, None, :, None]
+    if landmarks_PKCD.shape[2] == 1:
+        made = [k_NKSD.masked_fill(empty, 0.0).sum(2) / counts_N[:, None, None]]
+    else:
+        made = [k_NKSD.masked_fill(empty, float("inf")).amin(2), k_NKSD.masked_fill(empty, float("-inf")).amax(2)]
+    landmarks_PKCD[pages_N] = torch.stack(made, dim=2).to(landmarks_PKCD.dtype)
+
+
+def choose_pages(
+    q_BHD: torch.Tensor,
+    pool: LayerPool,
+    pages_BN: torch.Tensor,
+    lengths_B: torch.Tensor,  # entries held
+    counts_B: torch.Tensor,  # pages to read, at most those held and at most `width`
+    *,
+    first: int,
+    last: int,
+    width: int,
+) -> torch.Tensor:
+    """The pages each row and KV head reads, B K width, in the order of the row's table and filled up with page 0.
+
+    The first and last pages are among them whatever their scores. Of equal scores the earlier page wins; nan is least.
+    """
+    if use_triton(q_BHD):
+        from sparse_rl.kernels.landmarks_triton import choose_pages_triton as choose
+    else:
+        choose = choose_pages_ref
+    return choose(q_BHD, pool, pages_BN, lengths_B, counts_B, first=first, last=last, width=width)
+
+
+def choose_pages_ref(
+    q_BHD: torch.Tensor,
+    pool: LayerPool,
+    pages_BN: torch.Tensor,
+    lengths_B: torch.Tensor,
+    counts_B: torch.Tensor,
+    *,
+    first: int,
+    last: int,
+    width: int,
+) -> torch.Tensor:
+    scores_BKN = score_pages_ref(q_BHD, pool, pages_BN)
+    num_pages_B = -(-lengths_B // pool.k_PKSD.shape[2])
+    place = torch.arange(pages_BN.shape[1], device=pages_BN.device)
+    held_BN = place < num_pages_B[:, None]
+    reserved_BN = held_BN & ((place < first) | (place >= num_pages_B[:, None] - last))
+
+    # Two stable sorts make one order: reserved pages, then by falling score, then places without a page.
+    by_score = scores_BKN.nan_to_num(nan=float("-inf")).argsort(dim=-1, descending=True, stable=True)
+    rank_BKN = (1 - reserved_BN.int() + 2 * (~held_BN).int())[:, None].expand_as(scores_BKN)
+    best_first = by_score.gather(-1, rank_BKN.gather(-1, by_score).argsort(dim=-1, stable=True))
+    chosen = (place < counts_B[:, None])[:, None].expand_as(scores_BKN)
+    chosen_BKN = torch.zeros_like(chosen).scatter(-1, best_first, chosen)
+    ascending = chosen_BKN.logical_not().int().argsort(dim=-1, stable=True)
+    listed = pages_BN[:, None].expand_as(scores_BKN).gather(-1, ascending)[..., :width]
+    return listed.masked_fill((place[:width] >= counts_B[:, None])[:, None], 0)
+
+
+def score_pages_ref(q_BHD: torch.Tensor, pool: LayerPool, pages_BN: torch.Tensor) -> torch.Tensor:
+    """Scores of all pages of a table, B K N."""
+    assert pool.landmarks_PKCD is not None
+    exact = torch.float64 if q_BHD.dtype == torch.float64 else torch.float32
+    landmarks_BNKCD = pool.landmarks_PKCD[pages_BN].to(exact)
+    q_BKGD = q_BHD.unflatten(1, (landmarks_BNKCD.shape[2], -1)).to(exact)
+    parts = [q_BKGD] if landmarks_BNKCD.shape[3] == 1 else [q_BKGD.clamp(max=0.0), q_BKGD.clamp(min=0.0)]
+    return torch.einsum("bkcd,bnkcd->bkn", torch.stack(parts, dim=3).mean(2), landmarks_BNKCD)

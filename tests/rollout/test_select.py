@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Policies that read chosen pages, through the engine: against a dense cache, and against loops over a masked model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from replay import replay_logprobs
+from slow_policies import chosen_pages, page_score
+
+from sparse_rl.kv import POLICIES, Full, PagesMean, Quest, SelectPolicy, build_policy
+from sparse_rl.kv.schedule import Schedule
+from sparse_rl.rollout import Engine, EngineConfig, Sampling
+
+SELECT = {name: policy for name, policy in POLICIES.items() if issubclass(policy, SelectPolicy)}
+LENGTHS = (3, 70, 130, 33)
+STEPS = Schedule((0, 60, 98), (32, 48, 80))
+
+
+def tokens(rollouts):
+    return [rollout.token_ids.tolist() for rollout in rollouts]
+
+
+@pytest.mark.parametrize("name", SELECT)
+def test_a_budget_above_the_context_is_a_dense_cache(name, tiny, prompts):
+    loaded, sampling = tiny("qwen3"), Sampling(max_tokens=12, n=2, stop_ids=())
+    config = EngineConfig(rows=3, page_size=16)
+    dense = Engine(loaded, Full(), config).generate(prompts(*LENGTHS), sampling)
+    got = Engine(loaded, build_policy(name, budget=192), config).generate(prompts(*LENGTHS), sampling)
+    assert tokens(got) == tokens(dense)
+    for a, b in zip(got, dense, strict=True):
+        assert torch.equal(a.sampler_logprobs, b.sampler_logprobs)
+        assert a.kv.read == sum(a.kv.held) and a.kv.saved_frac == 0.0
+
+
+def slow_rollout(model, rollout, policy, page, windows):
+    """Log-probs of a rollout's tokens and the entries read: every query of a decode step sees the pages it chooses.
+
+    Layer by layer, since the queries of a layer depend on what the layers before it read.
+    """
+    prompt_len, num_kv_heads = len(rollout.prompt.ids), model.config.num_key_value_heads
+    ids = torch.tensor([[*rollout.prompt.ids, *rollout.token_ids.tolist()]], device=model.device)
+    total = ids.shape[1] - 1
+    age = torch.arange(total)[:, None] - torch.arange(total)[None, :]
+    visible = torch.stack([(age >= 0) & (age < (window or total)) for window in windows])
+    visible = visible[:, None].repeat(1, num_kv_heads, 1, 1)
+    read = 0
+    for layer_idx, window in enumerate(windows):
+        if layer_idx < policy.dense_layers or window is not None:
+            read += sum(range(prompt_len + 1, total + 1))
+            continue
+        seen: dict = {}
+        replay_logprobs(model, ids, visible, seen)
+        queries, keys = (x.cpu().numpy() for x in seen[layer_idx][:2])
+        group = queries.shape[0] // keys.shape[0]
+        for position in range(prompt_len, total):
+            context = position + 1
+            for head in range(num_kv_heads):
+                pages = [keys[head, s : min(s + page, context)] for s in range(0, context, page)]
+                own = queries[head * group : (head + 1) * group, position]
+                scores = [page_score(own, held, policy.landmarks) for held in pages]
+                chosen = chosen_pages(scores, policy.schedule.at(context) // page, policy.first, policy.last)
+                for n in set(range(len(pages))) - set(chosen):
+                    visible[layer_idx, head, position, n * page : (n + 1) * page] = False
+            read += int(visible[layer_idx, 0, position].sum())
+    logprobs = replay_logprobs(model, ids, visible)[0, prompt_len - 1 :]
+    return logprobs.gather(-1, rollout.token_ids.to(ids.device)[:, None])[:, 0].float().cpu(), read / len(windows)
+
+
+@pytest.mark.parametrize(
+    ("family", "policy", "schedule"),
+    [
+        ("llama", PagesMean(budget=64, dense_layers=1), None),
+        ("llama", Quest(budget=64, first=0, last=1, dense_layers=0), None),
+        ("qwen3", PagesMean(dense_layers=0, last=1), STEPS),
+        ("gemma3", Quest(budget=48, dense_layers=1), None),  # with windows
+    ],
+    ids=["pages_mean", "quest", "schedule", "windows"],
+)
+def test_decoding_equals_loops(family, policy, schedule, tiny, reference, prompts, monkeypatch):
+    """Several samples of long and short prompts through few rows, so that pages are shared, copied and used again."""
+    if schedule is not None:
+        monkeypatch.setattr(type(policy), "schedule", schedule)
+    loaded, model = tiny(family, dtype=torch.float64), reference(family, dtype=torch.float64)
+    engine = Engine(loaded, policy, EngineConfig(rows=2, page_size=16))
+    rollouts = engine.generate(prompts(90, 55), Sampling(max_tokens=18, n=2, stop_ids=()))
+    dense = Engine(loaded, Full()).generate(prompts(90, 55), Sampling(max_tokens=18, n=2, stop_ids=()))
+    assert (rollouts[0].sampler_logprobs - dense[0].sampler_logprobs).abs().max() > 1e-3, "it reads all that matters"
+    for rollout in rollouts:
+        expected, read = slow_rollout(model, rollout, policy, 16, loaded.shape.windows)
+        torch.testing.assert_close(rollout.sampler_logprobs, expected, atol=1e-6, rtol=0)
+        assert rollout.kv.read == pytest.approx(read)
+        assert sum(rollout.kv.held) == rollout.kv.full
+
+
+def test_rows_pools_and_preemption_do_not_matter(tiny, prompts):
+    loaded, policy = tiny("qwen2", dtype=torch.float64), Quest(budget=48, dense_layers=0)
+    sampling = Sampling(max_tokens=20, n=2, seed=5, stop_ids=(0, 1, 2, 3))
+    expected = Engine(loaded, policy, EngineConfig(rows=1, page_size=16)).generate(prompts(*LENGTHS), sampling)
+    for more in ({"rows": 8, "max_prefill_tokens": 30}, {"rows": 8, "pool_pages": 10}):
+        engine = Engine(loaded, policy, EngineConfig(**{"page_size": 16, **more}))
+        for _ in range(2):
+            got = engine.generate(prompts(*LENGTHS), sampling)
+            assert tokens(got) == tokens(expected)
+            for a, b in zip(got, expected, strict=True):
+                torch.testing.assert_close(a.sampler_logprobs, b.sampler_logprobs, atol=1e-6, rtol=0)
+                assert a.kv == b.kv
+            engine.release()
+        assert (engine.stats.num_preemptions > 0) == ("pool_pages" in more)
+
+
+def test_pages_are_small_where_they_are_chosen_among(tiny):
+    assert Engine(tiny(), PagesMean()).page_size == 16 and Engine(tiny(), Full()).page_size == 64
+    assert Engine(tiny(), PagesMean(), EngineConfig(page_size=32)).page_size == 32
+
+
+def test_landmarks_count_as_memory(tiny, prompts):
+    shape = tiny().shape
+    vector = shape.num_layers * shape.num_kv_heads * shape.head_dim * shape.dtype.itemsize
+    found = {}
+    for policy in (Full(), PagesMean(), Quest()):
+        engine = Engine(tiny(), policy, EngineConfig(rows=2, page_size=16))
+        (rollout,) = engine.generate(prompts(33), Sampling(max_tokens=2, stop_ids=()))
+        found[policy.name] = rollout.kv.peak_bytes
+        assert sum(pool.nbytes for pool in engine.cache.pools) == (engine.cache.num_pages + 1) * engine._page_bytes
+    assert found["pages_mean"] - found["full"] == 3 * vector and found["quest"] - found["full"] == 3 * 2 * vector
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"budget": 47}, r"47.*always read are 48 entries \(first 1 \+ last 2 pages of 16\).*48 or more"),
+        ({"budget": 100, "first": 6}, "128 or more"),
+        ({"last": 0}, "kv.last is 0"),
+        ({"first": -1}, "kv.first is -1"),
+        ({"dense_layers": -1}, "kv.dense_layers"),
+        ({"budget": 0}, "kv.budget is 0"),
+    ],
+)
+def test_bad_settings_are_named(settings, message, tiny):
+    with pytest.raises(ValueError, match=message):
+        Engine(tiny(), PagesMean(**settings))
