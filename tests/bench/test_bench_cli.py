@@ -139,6 +139,21 @@ def test_the_command_prints_and_merges_by_label(tmp_path, capsys, monkeypatch):
     assert again["label"] == record["label"] and again["results"]["against"] == {} and dense["label"] == "dense"
 
 
+def test_choosing_pages_against_a_dense_cache(tmp_path, capsys):
+    """Layers 0 and 1 of 4 read all of the 100 to 130 entries, the others at most 48."""
+    file = tmp_path / "speed.json"
+    work = ["rollout", "--device", "cpu", "--rows", "2", "--prompt", "100", "--output", "60", "--max-steps", "24"]
+    select = ["--kv.policy", "pages_mean", "--kv.budget", "48", "--against", "full", "--result", str(file)]
+    code, out, err = bench(*work, *select, capsys=capsys)
+    assert code == 0 and "a dense cache, " in out, err
+    (record,) = json.loads(file.read_text())
+    results, dense = record["results"], record["results"]["against"]["full"]
+    held = 1 + 100 + (results["window"]["first_step"] + 24 - 1) / 2
+    assert results["window"]["mean_entries"] == pytest.approx((held + 40.5) / 2, abs=2)
+    assert dense["ratio"] == pytest.approx(dense["step_ms"] / results["step_ms"], rel=1e-3)
+    assert record["label"] == "tiny, cpu, float32, pages_mean, 48, 2 rows, 100+60, standard, 24 steps"
+
+
 def test_a_rival_that_fails_costs_nothing_but_its_own_figure(tmp_path, monkeypatch, capsys):
     def fail(*given):
         raise RuntimeError("CUDA out of memory\nand so on")
@@ -192,7 +207,7 @@ def test_merge_keeps_what_has_another_label(tmp_path):
         (["--prompt", "100", "--output", "40900"], "are 41000 tokens, but tiny has 40960 positions"),
         (["--device", "cuda:77"], "device 'cuda:77' cannot be used here"),
         (["--work", "gaussian"], "--work is 'gaussian'; choose one of standard, lognormal"),
-        (["--against", "generate,sglang"], "--against has 'sglang'; choose among generate, vllm"),
+        (["--against", "generate,sglang"], "--against has 'sglang'; choose among full, generate, vllm"),
         (["--rows", "4", "--n", "3"], "--n is 3, which does not divide the 8 requests"),
         (["--work", "lognormal", "--max-steps", "9"], "--max-steps cuts the standard work"),
         (["--dtype", "int8"], "dtype 'int8' is unknown"),

@@ -176,7 +176,7 @@ def test_kernels_have_their_category(name, expected):
 def test_each_kernel_of_ours_has_a_category():
     jitted = re.compile(r"^@triton\.jit.*\n(?:@.*\n|    .*\n|\).*\n)*def (\w+)", re.MULTILINE)
     kinds = {"decode": "attention", "compact": "compaction", "importance": "compaction", "sampling": "sampling"}
-    kinds["logprob"] = "pointwise"  # the learner's
+    kinds |= {"landmarks": "selection", "logprob": "pointwise"}  # the latter the learner's
     for path in (Path(sparse_rl.__file__).parent / "kernels").glob("*_triton.py"):
         text = path.read_text()
         for name in jitted.findall(text):
@@ -197,6 +197,7 @@ def test_split_goes_by_name_and_by_annotation():
         "attention": 5_000,
         "linear": 5_000,
         "sampling": 0,
+        "selection": 0,
         "compaction": 7_000,
         "pointwise": 11_000,
     }

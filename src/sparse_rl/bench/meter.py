@@ -29,7 +29,7 @@ class Mark:
     seconds: float
     steps: int  # decoded, tokens on their way to the host included
     tokens: int  # that have reached the host
-    held: int
+    read: float
 
 
 def _nothing(*_: object) -> None:
@@ -88,7 +88,7 @@ class Meter:
 
     def _mark(self, progress: Progress) -> Mark:
         synchronize(self.device)
-        return Mark(time.perf_counter(), progress.num_steps, progress.num_tokens, progress.held_so_far)
+        return Mark(time.perf_counter(), progress.num_steps, progress.num_tokens, progress.read_so_far)
 
     @property
     def closed(self) -> bool:
@@ -112,9 +112,9 @@ class Meter:
 
     @property
     def entries(self) -> float:
-        """Cache entries a row and step read."""
+        """Cache entries a row and step read, mean over layers."""
         first, second = self.marks
-        return (second.held - first.held) / (second.tokens - first.tokens)
+        return (second.read - first.read) / (second.tokens - first.tokens)
 
     @property
     def saved_frac(self) -> float:

@@ -17,6 +17,7 @@ from torch._C._autograd import DeviceType
 
 # Tried in this order: flash kernels name CUTLASS too. What starts with an underscore is ours.
 KERNELS: dict[str, str] = {
+    r"^_(score_pages|top_pages|write_landmarks)": "selection",
     r"^_(attention_importance|importance|redundancy|sum_cosines|spare_duplicates|softmax_totals)": "compaction",
     r"^_(select|compact)": "compaction",
     r"^_(decode|write)|flash|fmha": "attention",
@@ -24,7 +25,7 @@ KERNELS: dict[str, str] = {
     r"nvjet|gemm|gemv|cutlass|xmma|cublas|splitK|^triton_(tem|mm)": "linear",
 }
 OTHER = "pointwise"
-CATEGORIES = (*dict.fromkeys(("attention", "linear", "sampling", "compaction", *KERNELS.values())), OTHER)
+CATEGORIES = (*dict.fromkeys(("attention", "linear", "sampling", "selection", *KERNELS.values())), OTHER)
 COMPACTION = "compaction"  # the annotation
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from sparse_rl.bench.against import time_generate, time_vllm
+from sparse_rl.bench.against import Timed, time_generate, time_vllm
 from sparse_rl.bench.meter import Meter, run, run_until, synchronize
 from sparse_rl.bench.profile import Profiler
 from sparse_rl.bench.roofline import FORMULA, Roofline, device_limits, linear_parameters
@@ -153,6 +153,8 @@ def warm_up(bench: Bench) -> tuple[float, dict[str, float] | None]:
     finished = run_until(bench.engine, short[::-1], bench.sampling, unfinished=config.n)[:FLOOR_ROLLOUTS]
     synchronize(bench.device)
     seconds = time.perf_counter() - began
+    if bench.policy.selection is not None:
+        return seconds, None  # which tokens read all of a cache depends on the schedule; a dense run has the floor
     if isinstance(bench.policy, EvictPolicy) and config.prompt > bench.policy.target(config.prompt):
         # Nothing of these is dense: a few tokens with a dense cache instead.
         dense = Engine(bench.loaded, Full(), replace(bench.engine.config, rows=FLOOR_ROLLOUTS))
@@ -250,11 +252,25 @@ def _split(bench: Bench, step_ms: float) -> dict[str, float]:
     return {**split, "host": max(0.0, step_ms - sum(split.values())), "total": step_ms}
 
 
+def time_full(config: BenchConfig, dtype: torch.dtype, engine: EngineConfig, say: Callable[[str], None]) -> Timed:
+    """The engine itself with a dense cache, at the same rows."""
+    results = measure(replace(config, profile=False), Full(), engine, dtype, say=say, show=lambda progress: None)
+    step_ms, entries = results["step_ms"], (results["window"] or {}).get("mean_entries")
+    note = (
+        "a dense cache" if step_ms is None else f"a dense cache, {step_ms:.2f} ms a step, {entries:,.0f} entries a row"
+    )
+    return {**{key: results[key] for key in ("tokens_per_s", "tokens", "seconds", "step_ms")}, "note": note}
+
+
 def measure_rivals(
-    config: BenchConfig, dtype: torch.dtype, tokens_per_s: float, *, say: Callable[[str], None]
+    config: BenchConfig, engine: EngineConfig, dtype: torch.dtype, tokens_per_s: float, *, say: Callable[[str], None]
 ) -> dict[str, Any]:
     """What each rival makes of the same work, and how many times faster the engine was; or why there is no figure."""
-    times = {"generate": time_generate, "vllm": time_vllm}
+    times: dict[str, Callable[[], Timed]] = {
+        "full": lambda: time_full(config, dtype, engine, say),
+        "generate": lambda: time_generate(config, dtype, prompts),
+        "vllm": lambda: time_vllm(config, dtype, prompts),
+    }
     prompts = make_prompts(config, shape_config(config.shape).vocab_size)
     found: dict[str, Any] = {}
     for name in config.rivals:
@@ -263,7 +279,7 @@ def measure_rivals(
             torch.cuda.empty_cache()
         say(f"the same work by {name}")
         try:
-            timed = times[name](config, dtype, prompts)
+            timed = times[name]()
         except Exception as error:  # whatever a rival does, our own figure stands
             found[name] = {"error": first_line(error)}
             continue

@@ -5,7 +5,7 @@ step = max(b N / BW, 2 N B / F) + B c kv / BW + 4 B V / BW
 
 N parameters of linear layers, the head included, each b bytes; B rows; c cache entries read a row, of kv bytes each in
 all layers; V vocabulary, its logits written and read in two bytes; BW memory bandwidth, F operations a second.
-Attention's own operations, pointwise work, compressions and launches are not in it.
+Attention's own operations, pointwise work, compressions, landmarks of pages and launches are not in it.
 """
 
 from __future__ import annotations

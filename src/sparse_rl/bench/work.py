@@ -17,7 +17,7 @@ from sparse_rl.kv import EvictPolicy, KVPolicy
 from sparse_rl.types import Prompt
 
 WORKS = {"standard": 2, "lognormal": 4}  # requests a row
-RIVALS = ("generate", "vllm")
+RIVALS = ("full", "generate", "vllm")
 MAX_ROWS = 1 << 16
 SIGMA = 0.6
 BEFORE_THE_END = 0.95  # of an output: a window ends before the first row does
@@ -37,7 +37,7 @@ class BenchConfig:
     work: standard (outputs of one length) or lognormal (of many)
     max_steps: stop after this many decode steps; the figure is then of a window in which caches are full
     profile: split a step's time by kernels, in a second, short run (on a GPU)
-    against: others to run the same work, separated by commas: generate, vllm
+    against: others to run the same work, separated by commas: generate, vllm, or full for the engine's own dense cache
     generate_tokens: tokens an output that `generate` is run for
     bandwidth: bytes a second the device's memory is read with, for the roofline
     flops: operations a second of the device's matrix units in this dtype, for the roofline

@@ -31,6 +31,8 @@ Models have random weights, so nothing is downloaded. Compiling and capturing ha
   sparse-rl bench rollout --shape tiny --rows 32 --output 256 --kv.policy rkv --kv.budget 64 --kv.interval 32
   sparse-rl bench rollout --shape qwen2.5-1.5b --kv.policy rkv --against generate,vllm --result speed.json
   sparse-rl bench rollout --shape qwen2.5-1.5b --prompt 12288 --n 8 --rows 128 --max-steps 256
+  sparse-rl bench rollout --shape qwen3-1.7b --prompt 32000 --rows 24 --max-steps 128 --kv.policy pages_mean \
+      --kv.budget 4096 --against full
 """
 
 
@@ -82,7 +84,7 @@ def run(arguments: list[str]) -> None:
         merge(Path(settings.result), record)
     if config.rivals:
         with ProgressLine() as line:
-            results["against"] = measure_rivals(config, dtype, results["tokens_per_s"], say=say)
+            results["against"] = measure_rivals(config, engine, dtype, results["tokens_per_s"], say=say)
         print("\n".join(rival_lines(results["against"])))
         if settings.result is not None:
             merge(Path(settings.result), record)
@@ -139,7 +141,7 @@ def default_label(config: BenchConfig, policy: Any) -> str:
     """What tells this measurement from the others of a file."""
     parts = [config.shape, str(config.device), str(config.dtype), policy.name]
     if hasattr(policy, "budget"):
-        parts.append(f"{policy.budget}+{policy.interval}")
+        parts.append(f"{policy.budget}+{policy.interval}" if hasattr(policy, "interval") else str(policy.budget))
     parts += [f"{config.rows} rows", f"{config.prompt}+{config.output}", config.work]
     parts += [f"n {config.n}"] if config.n > 1 else []
     parts += [f"{config.max_steps} steps"] if config.cut else []
@@ -159,7 +161,7 @@ def lines(record: dict[str, Any]) -> list[str]:
     if step_ms is None:
         shown.append(("step", "no time: too few steps with all rows in flight"))
     else:
-        shown.append(("step", f"{step_ms:.2f} ms at full rows, {window['mean_entries']:,.0f} entries a row"))
+        shown.append(("step", f"{step_ms:.2f} ms at full rows, {window['mean_entries']:,.0f} entries read a row"))
         split = {name: ms for name, ms in results["split_ms"].items() if name != "total"}
         parts = [f"{name} {ms:.2f} ms ({100 * ms / step_ms:.1f} %)" for name, ms in split.items()]
         shown.append(("split", ", ".join(parts) or "needs a GPU and --profile"))

@@ -77,8 +77,9 @@ class Rows:
         self.order[:batch] = to_device(rows + [self.num_rows] * (batch - len(rows)), self.device)
 
     def set_tables(self, rows: list[int], tables: list[list[int]]) -> None:
-        width = self.table.shape[1]
-        padded = [table + [0] * (width - len(table)) for table in tables]
+        padded = np.zeros((len(tables), self.table.shape[1]), dtype=np.int64)
+        for row, table in zip(padded, tables, strict=True):
+            row[: len(table)] = table
         self.table.index_copy_(0, to_device(rows, self.device), to_device(padded, self.device))
 
     def set_entries(self, rows: list[int], entries: list[int]) -> None:
