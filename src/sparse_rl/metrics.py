@@ -70,6 +70,8 @@ METRICS: dict[str, str] = {
     "epoch": "passes over the rows so far (only if supervised)",
     "train/tokens_per_s": "prompt and completion tokens over the time of the update (only if supervised)",
     "kv/saved_frac": "1 - entries held / entries a dense cache would hold, summed over decode steps",
+    "kv/read_frac": "entries that attention read / those a dense cache would read, summed over decode steps, mean over "
+    "layers; below the share held where a policy chooses pages",
     "kv/peak_frac": "mean peak of entries held, over what a dense cache would peak at",
     "kv/peak_bytes": "most bytes of KV pages in use at once, with the query rings, page tables and state of the rows; "
     "the largest of several processes",

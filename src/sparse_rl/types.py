@@ -47,9 +47,14 @@ class KVStats:
     read: float | None = None  # sum over decode steps, mean over layers; None: all that were held
 
     @property
+    def num_read(self) -> float:
+        """Entries read, sum over decode steps."""
+        return sum(self.held) if self.read is None else self.read
+
+    @property
     def read_frac(self) -> float:
         """Entries read over those that `full` would have read."""
-        return (sum(self.held) if self.read is None else self.read) / self.full if self.full else 1.0
+        return self.num_read / self.full if self.full else 1.0
 
     @property
     def saved_frac(self) -> float:
@@ -82,3 +87,9 @@ def kv_saved_frac(rollouts: list[Rollout]) -> float:
     """1 - entries held / entries `full` would have held, over all decode steps of all rollouts."""
     full = sum(rollout.kv.full for rollout in rollouts)
     return 1.0 - sum(sum(rollout.kv.held) for rollout in rollouts) / full if full else 0.0
+
+
+def kv_read_frac(rollouts: list[Rollout]) -> float:
+    """Entries read / entries `full` would have read, over all decode steps of all rollouts."""
+    full = sum(rollout.kv.full for rollout in rollouts)
+    return sum(rollout.kv.num_read for rollout in rollouts) / full if full else 1.0

@@ -79,6 +79,7 @@ def test_the_numbers_are_those_of_the_samples(data, tmp_path):
         assert cell["tokens_per_answer"] == sum(line["tokens"] for line in lines) / 20
         held, full = (sum(line[key] for line in lines) for key in ("kv_held", "kv_full"))
         assert cell["kv_saved_frac"] == pytest.approx(1 - held / full)
+        assert cell["kv_read_frac"] == pytest.approx(held / full)
         assert cell["truncated"] == sum(line["finish_reason"] == "length" for line in lines)
         assert sum(group["count"] for group in cell["by_level"].values()) == len(values)
     dense, sparse = accuracies["full"], accuracies["rkv:budget=16,interval=8"]

@@ -63,6 +63,14 @@ def test_dense_and_sparse_stand_side_by_side():
     assert "| rkv:8 | 40.0 ± 1.2 |" in markdown(found)
 
 
+def test_what_was_read_is_shown_where_a_cache_read_less_than_it_held():
+    found = results(DENSE, cell("pages_mean:8", 0.4, kv_read_frac=0.125), cell("rkv:8", 0.4, kv_saved_frac=0.75))
+    assert overview(found, "m").head[2:4] == ["KV saved", "KV read"]
+    assert [row[2:4] for row in overview(found, "m").rows] == [["0 %", "100 %"], ["0 %", "12 %"], ["75 %", "25 %"]]
+    row = dict(zip(details(found, "m").head, details(found, "m").rows[1], strict=True))
+    assert row["KV saved"] == "0.0 %" and row["KV read"] == "12.5 %"
+
+
 def test_without_a_dense_cache_there_is_no_difference():
     assert "against full" not in details(results(cell("rkv:8", 0.4)), "m").head
 

@@ -154,6 +154,7 @@ def _record(rollout: Rollout, loaded: LoadedModel, **more: Any) -> dict[str, Any
         "kv": {
             "saved_frac": rollout.kv.saved_frac,
             "hybrid_saved_frac": rollout.kv.hybrid_saved_frac,
+            "read_frac": rollout.kv.read_frac,
             "peak_entries": rollout.kv.peak,
             "peak_bytes": rollout.kv.peak_bytes,
             "num_compressions": rollout.kv.num_compressions,

@@ -101,6 +101,7 @@ class Block:
             "prompt_tokens": len(rollout.prompt.ids),
             "tokens": len(rollout.token_ids),
             "kv_held": sum(kv.held),  # entries a layer and KV head, over decode steps
+            "kv_read": kv.num_read,  # of those held, the ones that attention read, mean over layers
             "kv_full": kv.full,  # the same of a dense cache
             "kv_saved_frac": kv.saved_frac,
             "kv_peak": kv.peak,

@@ -109,4 +109,4 @@ def score_pages_ref(q_BHD: torch.Tensor, pool: LayerPool, pages_BN: torch.Tensor
     landmarks_BNKCD = pool.landmarks_PKCD[pages_BN].to(exact)
     q_BKGD = q_BHD.unflatten(1, (landmarks_BNKCD.shape[2], -1)).to(exact)
     parts = [q_BKGD] if landmarks_BNKCD.shape[3] == 1 else [q_BKGD.clamp(max=0.0), q_BKGD.clamp(min=0.0)]
-    return torch.einsum("bkcd,bnkcd->bkn", torch.stack(parts, dim=3).mean(2), landmarks_BNKCD)
+    return torch.einsum("bkcd,bnkcd->bkn", torch.stack(parts, dim=3).sum(2), landmarks_BNKCD) / q_BKGD.shape[2]

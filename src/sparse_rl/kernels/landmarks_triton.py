@@ -101,6 +101,7 @@ def choose_pages_triton(
         GROUP=num_heads // num_kv_heads,
         NUM_KV_HEADS=num_kv_heads,
         LANDMARKS=num_landmarks,
+        ALIGNED=min(dim & -dim, 16),  # elements: a layer begins at a multiple of the head dim
     )
     listed_BKM = torch.empty((batch, num_kv_heads, width), dtype=torch.int32, device=q_BHD.device)
     size_p = triton.next_power_of_2(size)
@@ -143,6 +144,7 @@ def _score_pages(  # type: ignore[no-untyped-def]
     GROUP: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     LANDMARKS: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ):
     head = tl.program_id(0)
     row = tl.program_id(1)
@@ -163,7 +165,7 @@ def _score_pages(  # type: ignore[no-untyped-def]
 
         place = start + tl.arange(0, BLOCK_P)
         page = tl.load(pages + row * pages_row + place, mask=place < num_pages, other=0).to(tl.int64)
-        landmarks = pool_landmarks + tl.multiple_of(tl.load(offsets + 3), 16)
+        landmarks = pool_landmarks + tl.multiple_of(tl.load(offsets + 3), ALIGNED)
         tile = ((page * NUM_KV_HEADS + head) * (LANDMARKS * DIM))[:, None] + d[None, :]
         real = (place < num_pages)[:, None] & inside[None, :]
         score = tl.load(landmarks + tile, mask=real, other=0.0).to(tl.float32) * low[None, :]

@@ -60,6 +60,17 @@ def saved(cells: Iterable[Numbers]) -> float:
     return sum(found) / len(found)
 
 
+def read(cells: Iterable[Numbers]) -> float:
+    """KV read at a decode step, of a dense cache, mean over benchmarks."""
+    found = [cell.get("kv_read_frac", 1.0 - cell["kv_saved_frac"]) for cell in cells]
+    return sum(found) / len(found)
+
+
+def chooses(cells: list[Numbers]) -> bool:
+    """Whether some cache read less than it held, so that what was read is worth a column."""
+    return any(read([cell]) < 0.999 * (1.0 - cell["kv_saved_frac"]) for cell in cells)
+
+
 def overview(results: Results, model: str) -> Text:
     cells = of_model(results, model)
     caches = dict.fromkeys(cell["cache"] for cell in cells)
@@ -72,10 +83,18 @@ def overview(results: Results, model: str) -> Text:
         by = {cell["benchmark"]: cell["metrics"] for cell in own}
         row = [cache, *(share(by[name][metric]) if name in by else NONE for name, metric in firsts.items())]
         row += [share(headlines.get(cache))] if headlines else []
-        row += [f"{100 * saved(own):.0f} %", f"{rate / sum(c['samples'] for c in own):,.0f}"]
+        row += [
+            f"{100 * saved(own):.0f} %",
+            *([f"{100 * read(own):.0f} %"] if chooses(cells) else []),
+            f"{rate / sum(c['samples'] for c in own):,.0f}",
+        ]
         rows.append([*row, f"{rate / seconds:,.0f}" if seconds > 0 else NONE])
     head = ["cache", *(f"{name}, {metric}" for name, metric in firsts.items()), *(["average"] if headlines else [])]
-    return Text(f"{model}: accuracy in % ± s.e.", [*head, "KV saved", "tokens/answer", "tok/s"], rows)
+    return Text(f"{model}: accuracy in % ± s.e.", [*head, *kv_head(cells), "tokens/answer", "tok/s"], rows)
+
+
+def kv_head(cells: list[Numbers]) -> list[str]:
+    return ["KV saved", *(["KV read"] if chooses(cells) else [])]
 
 
 def details(results: Results, model: str) -> Text:
@@ -93,6 +112,7 @@ def details(results: Results, model: str) -> Text:
                     *(share(cell["metrics"].get(metric)) if metric in cell["metrics"] else "" for metric in metrics),
                     *([share(difference, "+") if difference else ""] if compared else []),
                     f"{100 * cell['kv_saved_frac']:.1f} %",
+                    *([f"{100 * read([cell]):.1f} %"] if chooses(cells) else []),
                     f"{cell['peak_entries']:,.0f}",
                     f"{cell['tokens_per_answer']:,.0f}",
                     f"{100 * cell['truncated'] / cell['samples']:.1f} %",
@@ -101,7 +121,7 @@ def details(results: Results, model: str) -> Text:
                     NONE if cell["tokens_per_s"] is None else f"{cell['tokens_per_s']:,.0f}",
                 ]
             )
-    head = ["benchmark", "cache", *metrics, *(["against full"] if compared else []), "KV saved", "peak entries"]
+    head = ["benchmark", "cache", *metrics, *(["against full"] if compared else []), *kv_head(cells), "peak entries"]
     head += ["tokens/answer", "cut off", "grader failed", "samples", "tok/s"]
     return Text(f"{model}: every benchmark", head, rows, labels=2)
 

@@ -63,9 +63,13 @@ class ProgressLine(MovingLine):
 
 def describe(progress: Progress) -> str:
     rate = progress.num_tokens / max(progress.elapsed_s, 1e-9)
-    held = 100 * progress.held_so_far / progress.full_so_far if progress.full_so_far else 100.0
+    held, read = (
+        100 * entries / progress.full_so_far if progress.full_so_far else 100.0
+        for entries in (progress.held_so_far, progress.read_so_far)
+    )
+    chosen = f", read {read:.0f} %" if progress.read_so_far < progress.held_so_far else ""
     return (
         f"{progress.num_finished}/{progress.num_requests} done, {progress.num_rows} rows in flight, "
-        f"{progress.num_tokens:,} tokens, {rate:,.0f} tok/s, KV held {held:.0f} % of dense, "
+        f"{progress.num_tokens:,} tokens, {rate:,.0f} tok/s, KV held {held:.0f} % of dense{chosen}, "
         f"pages {progress.pages_used}/{progress.num_pages}"
     )

@@ -15,7 +15,7 @@ from sparse_rl.metrics import HIGH_REJECTION
 from sparse_rl.rollout.engine import EngineStats
 from sparse_rl.tasks import Graded
 from sparse_rl.train.update import Updated
-from sparse_rl.types import Rollout, kv_saved_frac
+from sparse_rl.types import Rollout, kv_read_frac, kv_saved_frac
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +44,7 @@ def rollout_metrics(rollouts: list[Rollout], graded: Graded, groups: list[int]) 
         "completions/repetition": sum(repetition(rollout.token_ids) for rollout in rollouts) / len(rollouts),
         "completions/ungraded_frac": float(rewards.isnan().double().mean()),
         "kv/saved_frac": kv_saved_frac(rollouts),
+        "kv/read_frac": kv_read_frac(rollouts),
         "kv/peak_frac": sum(rollout.kv.peak for rollout in rollouts) / dense_peak if dense_peak else 1.0,
     }
 
