@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from replay import replay_logprobs
+from replay import firing_times, replay_logprobs
 from slow_policies import chosen_pages, page_score
 
-from sparse_rl.kv import POLICIES, Full, PagesMean, Quest, SelectPolicy, build_policy
+from sparse_rl.kv import POLICIES, Full, PagesMean, Quest, SelectPolicy, Streaming, build_policy
 from sparse_rl.kv.schedule import Schedule
 from sparse_rl.rollout import Engine, EngineConfig, Sampling
 
@@ -33,10 +33,11 @@ def test_a_budget_above_the_context_is_a_dense_cache(name, tiny, prompts):
         assert a.kv.read == sum(a.kv.held) and a.kv.saved_frac == 0.0
 
 
-def slow_rollout(model, rollout, policy, page, windows):
+def slow_rollout(model, rollout, policy, page, windows, held_at=range):
     """Log-probs of a rollout's tokens and the entries read: every query of a decode step sees the pages it chooses.
 
-    Layer by layer, since the queries of a layer depend on what the layers before it read.
+    `held_at(context)` gives the positions held, in their order, the newest included; all of them if not given. Layer by
+    layer, since the queries of a layer depend on what the layers before it read.
     """
     prompt_len, num_kv_heads = len(rollout.prompt.ids), model.config.num_key_value_heads
     ids = torch.tensor([[*rollout.prompt.ids, *rollout.token_ids.tolist()]], device=model.device)
@@ -44,24 +45,27 @@ def slow_rollout(model, rollout, policy, page, windows):
     age = torch.arange(total)[:, None] - torch.arange(total)[None, :]
     visible = torch.stack([(age >= 0) & (age < (window or total)) for window in windows])
     visible = visible[:, None].repeat(1, num_kv_heads, 1, 1)
+    for position in range(prompt_len, total):
+        gone = list(set(range(position)) - set(held_at(position + 1)))
+        visible[:, :, position, gone] = False
     read = 0
     for layer_idx, window in enumerate(windows):
         if layer_idx < policy.dense_layers or window is not None:
-            read += sum(range(prompt_len + 1, total + 1))
+            read += sum(len(held_at(context)) for context in range(prompt_len + 1, total + 1))
             continue
         seen: dict = {}
         replay_logprobs(model, ids, visible, seen)
         queries, keys = (x.cpu().numpy() for x in seen[layer_idx][:2])
         group = queries.shape[0] // keys.shape[0]
         for position in range(prompt_len, total):
-            context = position + 1
+            held = list(held_at(position + 1))
+            pages = [held[s : s + page] for s in range(0, len(held), page)]
             for head in range(num_kv_heads):
-                pages = [keys[head, s : min(s + page, context)] for s in range(0, context, page)]
                 own = queries[head * group : (head + 1) * group, position]
-                scores = [page_score(own, held, policy.landmarks) for held in pages]
-                chosen = chosen_pages(scores, policy.schedule.at(context) // page, policy.first, policy.last)
+                scores = [page_score(own, keys[head, entries], policy.landmarks) for entries in pages]
+                chosen = chosen_pages(scores, policy.schedule.at(position + 1) // page, policy.first, policy.last)
                 for n in set(range(len(pages))) - set(chosen):
-                    visible[layer_idx, head, position, n * page : (n + 1) * page] = False
+                    visible[layer_idx, head, position, pages[n]] = False
             read += int(visible[layer_idx, 0, position].sum())
     logprobs = replay_logprobs(model, ids, visible)[0, prompt_len - 1 :]
     return logprobs.gather(-1, rollout.token_ids.to(ids.device)[:, None])[:, 0].float().cpu(), read / len(windows)
@@ -91,6 +95,30 @@ def test_decoding_equals_loops(family, policy, schedule, tiny, reference, prompt
         torch.testing.assert_close(rollout.sampler_logprobs, expected, atol=1e-6, rtol=0)
         assert rollout.kv.read == pytest.approx(read)
         assert sum(rollout.kv.held) == rollout.kv.full
+
+
+@pytest.mark.parametrize("select", SELECT)
+def test_pages_are_chosen_among_those_an_evicting_policy_left(select, tiny, reference, prompts):
+    """After each cut entries stand in other pages, whose landmarks are then others."""
+    policy = Streaming(budget=70, interval=9, sinks=4, select=select, select_budget=48)
+    loaded, model = tiny(dtype=torch.float64), reference(dtype=torch.float64)
+    rollouts = Engine(loaded, policy, EngineConfig(rows=2)).generate(
+        prompts(90, 60), Sampling(max_tokens=30, n=2, stop_ids=())
+    )
+    for rollout in rollouts:
+        prompt_len = len(rollout.prompt.ids)
+        assert rollout.kv.num_compressions >= 2
+        times = firing_times(prompt_len, len(rollout.token_ids), policy.target(prompt_len), policy.trigger(prompt_len))
+
+        def held_at(context, times=times):
+            """Of the tokens before, those the last firing kept and those that came since."""
+            fired = max((time for time in times if time < context), default=None)
+            recent = 0 if fired is None else fired - policy.budget + policy.sinks
+            return [*range(min(policy.sinks, recent)), *range(recent, context)]
+
+        expected, read = slow_rollout(model, rollout, policy.selection, 16, loaded.shape.windows, held_at)
+        torch.testing.assert_close(rollout.sampler_logprobs, expected, atol=1e-6, rtol=0)
+        assert rollout.kv.read == pytest.approx(read) and rollout.kv.read < sum(rollout.kv.held) < rollout.kv.full
 
 
 def test_rows_pools_and_preemption_do_not_matter(tiny, prompts):
@@ -140,3 +168,16 @@ def test_landmarks_count_as_memory(tiny, prompts):
 def test_bad_settings_are_named(settings, message, tiny):
     with pytest.raises(ValueError, match=message):
         Engine(tiny(), PagesMean(**settings))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"select": "pages"}, "kv.select is 'pages'; choose one of none, pages_mean, quest"),
+        ({"select_budget": 64}, "kv.select is none"),
+        ({"select": "quest", "select_budget": 0}, "kv.select_budget is 0"),
+    ],
+)
+def test_bad_settings_inside_are_named(settings, message):
+    with pytest.raises(ValueError, match=message):
+        Streaming(**settings)

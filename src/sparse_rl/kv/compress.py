@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 
 from sparse_rl.kernels.decode import gather_pages_ref
+from sparse_rl.kernels.landmarks import write_landmarks
 from sparse_rl.kv.cache import PagedCache
 from sparse_rl.kv.policy import Entries, EvictPolicy
 
@@ -53,6 +54,11 @@ def compress(
         scale_B=cache.scales.repeat_interleave(batch),
     )
     kept_BKT = policy.evict(entries, pools, max_count=max_count)
+    if cache.num_landmarks:
+        # A page that is no longer full gets its own with the next entry, before it is read.
+        place = torch.arange(0, positions_BKS.shape[-1], cache.page_size, device=device)
+        counts_BN = (lengths_B[:, None] - place).clamp(0, cache.page_size)
+        write_landmarks(pools[0], cache.landmarks.flatten(0, 1), pages_BN.flatten(), counts_BN.flatten())
     if not record:
         return None
     return positions_BKS.gather(-1, kept_BKT).unflatten(0, (num_layers, batch)).cpu()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Literal, TypeVar
 
 import torch
 
@@ -83,12 +83,16 @@ class EvictPolicy(KVPolicy, ABC):
     interval: entries a cache grows by between two compressions
     sinks: first positions of the sequence that are never dropped
     protect_prompt: never drop prompt entries; they come on top of the budget
+    select: policy by which a decode step chooses the pages it reads among those left, pages_mean or quest; or none
+    select_budget: entries it reads, if not that policy's own number
     """
 
     budget: int = 512
     interval: int = 128
     sinks: int = 0
     protect_prompt: bool = False
+    select: Literal["none", "pages_mean", "quest"] = "none"
+    select_budget: int | None = None
 
     def __post_init__(self) -> None:
         at_least(self, "budget", 1)
@@ -100,6 +104,13 @@ class EvictPolicy(KVPolicy, ABC):
                 f"kv.budget is {self.budget}, but the protected entries alone are {needed} (sinks {self.sinks} + "
                 f"window {self.num_queries}); raise kv.budget to {needed} or more, or protect less."
             )
+        _ = self.selection  # what is wrong with its settings is said now
+
+    @property
+    def selection(self) -> SelectPolicy | None:
+        from sparse_rl.kv.inside import inside  # which imports this module
+
+        return inside(self.select, self.select_budget)
 
     @property
     def copies(self) -> bool:
