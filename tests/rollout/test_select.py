@@ -13,7 +13,7 @@ from sparse_rl.kv.schedule import Schedule
 from sparse_rl.rollout import Engine, EngineConfig, Sampling
 
 SELECT = {name: policy for name, policy in POLICIES.items() if issubclass(policy, SelectPolicy)}
-LENGTHS = (3, 70, 130, 33)
+LENGTHS = (3, 90, 110, 101)
 STEPS = Schedule((0, 60, 98), (32, 48, 80))
 
 
@@ -77,7 +77,7 @@ def slow_rollout(model, rollout, policy, page, windows, held_at=range):
         ("llama", PagesMean(budget=64, dense_layers=1), None),
         ("llama", Quest(budget=64, first=0, last=1, dense_layers=0), None),
         ("qwen3", PagesMean(dense_layers=0, last=1), STEPS),
-        ("gemma3", Quest(budget=48, dense_layers=1), None),  # with windows
+        ("gemma3", Quest(budget=64, dense_layers=1), None),  # with windows
     ],
     ids=["pages_mean", "quest", "schedule", "windows"],
 )
@@ -100,10 +100,10 @@ def test_decoding_equals_loops(family, policy, schedule, tiny, reference, prompt
 @pytest.mark.parametrize("select", SELECT)
 def test_pages_are_chosen_among_those_an_evicting_policy_left(select, tiny, reference, prompts):
     """After each cut entries stand in other pages, whose landmarks are then others."""
-    policy = Streaming(budget=70, interval=9, sinks=4, select=select, select_budget=48)
+    policy = Streaming(budget=100, interval=9, sinks=4, select=select, select_budget=64)
     loaded, model = tiny(dtype=torch.float64), reference(dtype=torch.float64)
     rollouts = Engine(loaded, policy, EngineConfig(rows=2)).generate(
-        prompts(90, 60), Sampling(max_tokens=30, n=2, stop_ids=())
+        prompts(120, 91), Sampling(max_tokens=30, n=2, stop_ids=())
     )
     for rollout in rollouts:
         prompt_len = len(rollout.prompt.ids)
@@ -122,10 +122,10 @@ def test_pages_are_chosen_among_those_an_evicting_policy_left(select, tiny, refe
 
 
 def test_rows_pools_and_preemption_do_not_matter(tiny, prompts):
-    loaded, policy = tiny("qwen2", dtype=torch.float64), Quest(budget=48, dense_layers=0)
+    loaded, policy = tiny("qwen2", dtype=torch.float64), Quest(budget=64, dense_layers=0)
     sampling = Sampling(max_tokens=20, n=2, seed=5, stop_ids=(0, 1, 2, 3))
     expected = Engine(loaded, policy, EngineConfig(rows=1, page_size=16)).generate(prompts(*LENGTHS), sampling)
-    for more in ({"rows": 8, "max_prefill_tokens": 30}, {"rows": 8, "pool_pages": 10}):
+    for more in ({"rows": 8, "max_prefill_tokens": 30}, {"rows": 8, "pool_pages": 17}):
         engine = Engine(loaded, policy, EngineConfig(**{"page_size": 16, **more}))
         for _ in range(2):
             got = engine.generate(prompts(*LENGTHS), sampling)
