@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from sparse_rl.kv import RKV, Full, SnapKV, Streaming
+from sparse_rl.kv import RKV, Full, PagesMean, SnapKV, Streaming
 from sparse_rl.model.dry_run import dry_run
 from sparse_rl.model.load import LoadedModel
 from sparse_rl.model.shapes import random_model
@@ -19,7 +19,14 @@ from sparse_rl.types import Prompt
 
 pytestmark = pytest.mark.gpu
 
-POLICIES = [Full(), Streaming(budget=16, interval=9), SnapKV(budget=32, interval=16), RKV(budget=32, interval=16)]
+POLICIES = [
+    Full(),
+    Streaming(budget=16, interval=9),
+    SnapKV(budget=32, interval=16),
+    RKV(budget=32, interval=16),
+    PagesMean(budget=64, dense_layers=1),
+    RKV(budget=112, interval=16, select="quest", select_budget=64),
+]
 LENGTHS = (3, 25, 17, 8, 40, 130)
 
 

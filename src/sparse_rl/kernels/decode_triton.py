@@ -119,7 +119,8 @@ def _write_entries(  # type: ignore[no-untyped-def]
     if LANDMARKS > 0:
         s = tl.arange(0, BLOCK_S)
         newest = slot % PAGE
-        earlier = pool_k + tl.load(offsets) + (entry - newest + s)[:, None] * DIM + d[None, :]
+        start = pool_k + tl.multiple_of(tl.load(offsets), 16)
+        earlier = start + ((page * NUM_KV_HEADS + head) * PAGE + s)[:, None] * DIM + d[None, :]
         keys = tl.load(earlier, mask=(s < newest)[:, None] & inside[None, :], other=0.0)
         keys = tl.where((s == newest)[:, None], new_k[None, :], keys)
         tile = (page * NUM_KV_HEADS + head) * LANDMARKS * DIM
