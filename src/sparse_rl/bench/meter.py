@@ -122,6 +122,12 @@ class Meter:
         assert self.last is not None
         return 1.0 - self.last.held_so_far / self.last.full_so_far if self.last.full_so_far else 0.0
 
+    @property
+    def read_frac(self) -> float:
+        """The same for entries read, mean over layers, of those a dense cache would read."""
+        assert self.last is not None
+        return self.last.read_so_far / self.last.full_so_far if self.last.full_so_far else 1.0
+
 
 def run(engine: Engine, prompts: list[Prompt], sampling: Sampling, meter: Meter) -> tuple[list[Rollout], float]:
     """The call's rollouts (none if it was cut) and its seconds."""

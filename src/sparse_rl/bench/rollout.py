@@ -192,6 +192,7 @@ def _kv(bench: Bench, meter: Meter) -> dict[str, Any]:
         "dense_bytes": dense,
         "ratio": peak / dense if bounded else None,
         "saved_frac": meter.saved_frac,
+        "read_frac": meter.read_frac,
     }
 
 

@@ -179,7 +179,9 @@ def lines(record: dict[str, Any]) -> list[str]:
         shown.append(("", f"with {roofline['numbers']}"))
     ratio = "" if kv["ratio"] is None else f" ({100 * kv['ratio']:.1f} %)"
     sizes = f"{in_bytes(kv['peak_bytes'])} at the peak, dense {in_bytes(kv['dense_bytes'])}{ratio}"
-    shown.append(("KV", f"{sizes}, saved {100 * kv['saved_frac']:.0f} % over the steps run"))
+    shown.append(
+        ("KV", f"{sizes}, saved {100 * kv['saved_frac']:.0f} %, read {100 * kv['read_frac']:.0f} % over the steps run")
+    )
     floor = results["xi_floor"]
     if floor is not None:
         shown.append(("xi floor", f"|log xi| mean {floor['mean']:.2g}, max {floor['max']:.2g}: rounding alone"))
