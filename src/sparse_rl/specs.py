@@ -76,9 +76,14 @@ def typed(name: str, settings: dict[str, Any], maker: Callable[..., Any], skip: 
 
 
 def _read(key: str, value: Any, hint: Any) -> Any:
-    """A setting as its hint has it: bool, int, float, str or Literal, any of them or None."""
-    kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)
-    (kind,) = (kind for kind in kinds if kind is not NoneType)
+    """A setting as its hint has it: bool, int, float, str or Literal, any of them or None; or int, else str."""
+    kinds = [kind for kind in (get_args(hint) if isinstance(hint, UnionType) else (hint,)) if kind is not NoneType]
+    if kinds == [int, str]:
+        try:
+            return _read(key, value, int)
+        except ValueError:
+            kinds = [str]
+    (kind,) = kinds
     choices = get_args(kind) if get_origin(kind) is Literal else ()
     if kind is str or choices:
         if isinstance(value, str) and (not choices or value in choices):

@@ -90,7 +90,7 @@ class FakeRunner:
     def compress_prompts(self, held) -> None:
         self.called()
         for prompt in held:
-            kept = self.prompt_words[prompt.prompt_idx][-self.policy.target(prompt.prompt_len) :]
+            kept = self.prompt_words[prompt.prompt_idx][-self.policy.target(prompt.prompt_len, prompt.prompt_len) :]
             self.write(prompt.holding.pages, 0, kept)
             self.prompt_words[prompt.prompt_idx] = kept
 
@@ -128,7 +128,7 @@ class FakeRunner:
     def compress(self, due) -> None:
         self.called()
         for sequence in due:
-            kept = self.expected[sequence.request][-self.policy.target(sequence.prompt_len) :]
+            kept = self.expected[sequence.request][-self.policy.target(sequence.prompt_len, sequence.context - 1) :]
             self.write(sequence.holding.pages, 0, kept)
             self.expected[sequence.request] = kept
 

@@ -45,7 +45,7 @@ class Slow:
     def check(self, kept_positions: list[int], queries: np.ndarray) -> None:
         """The fast kept set equals the slow one, except for entries within tolerance of the cut."""
         policy, n = self.policy, len(self.positions)
-        target = policy.target(self.prompt_len)
+        target = policy.target(self.prompt_len, self.positions[-1] + 1)
         first = max(policy.sinks, self.prompt_len if policy.protect_prompt else 0)
         protected = frozenset(i for i, position in enumerate(self.positions) if position < first)
         if isinstance(policy, Streaming):
@@ -116,7 +116,7 @@ def test_policy_equals_slow_implementation(policy, group):
         device=torch.device("cpu"),
     )
     prompt_lens = [5, 11, 2]
-    lengths = [policy.target(p) + extra for p, extra in zip(prompt_lens, (1, policy.interval, 19), strict=True)]
+    lengths = [policy.target(p, 0) + extra for p, extra in zip(prompt_lens, (1, policy.interval, 19), strict=True)]
     pool = PagePool(200, PAGE)
     holdings = [pool.open() for _ in range(batch)]
     cache = PagedCache(shape, num_pages=200, page_size=PAGE, num_rows=batch, num_queries=policy.num_queries)
@@ -158,11 +158,11 @@ def test_policy_equals_slow_implementation(policy, group):
             contexts_B=torch.tensor(seen),
             prompt_lens_B=torch.tensor(prompt_lens),
             queries_LBWHD=queries,
-            max_count=max(min(n, policy.target(p)) for n, p in zip(held, prompt_lens, strict=True)),
+            max_count=max(min(n, policy.target(p, 0)) for n, p in zip(held, prompt_lens, strict=True)),
             record=True,
         )
         for (layer, b, h), sequence in slow.items():
-            count = min(held[b], policy.target(prompt_lens[b]))
+            count = min(held[b], policy.target(prompt_lens[b], seen[b]))
             positions = kept[layer, b, h, :count].tolist()
             grouped = queries[layer, b, :, h * group : (h + 1) * group].transpose(0, 1).numpy()
             sequence.check(positions, grouped)
@@ -181,9 +181,9 @@ def test_policy_equals_slow_implementation(policy, group):
             np.testing.assert_array_equal(cache.v[layer, page, h, slots % PAGE].numpy(), 2.0 * sequence.keys)
             assert cache.positions[layer, page, h, slots % PAGE].tolist() == sequence.positions
         for b in range(batch):
-            held[b] = min(held[b], policy.target(prompt_lens[b]))
+            held[b] = min(held[b], policy.target(prompt_lens[b], seen[b]))
             holdings[b].trim(pool.pages_for(held[b]))
-            more = policy.trigger(prompt_lens[b]) - held[b] + b  # rows fall out of step
+            more = policy.trigger(prompt_lens[b], seen[b]) - held[b] + b  # rows fall out of step
             grow(b, seen[b], seen[b] + more, held[b])
             seen[b], held[b] = seen[b] + more, held[b] + more
 
@@ -220,7 +220,7 @@ def test_both_implementations_of_the_kernels_compress_alike(policy, device, monk
         device=torch.device(device),
     )
     lengths, prompt_lens = [48, 37, 20], [5, 11, 2]
-    counts = [min(n, policy.target(p)) for n, p in zip(lengths, prompt_lens, strict=True)]
+    counts = [min(n, policy.target(p, n)) for n, p in zip(lengths, prompt_lens, strict=True)]
     results = []
     for triton in (False, True):
         monkeypatch.setattr("sparse_rl.kernels.importance.use_triton", lambda _, triton=triton: triton)

@@ -54,7 +54,7 @@ def test_the_engines_own_queries_and_keys_decide_what_is_kept(policy, family, ti
         ids = torch.tensor([[*rollout.prompt.ids, *rollout.token_ids.tolist()]], device=model.device)
         seen: dict = {}
         replay_logprobs(model, ids, rollout_visibility(rollout, policy, loaded.shape), seen)
-        times = firing_times(prompt_len, num_tokens, policy.target(prompt_len), policy.trigger(prompt_len))
+        times = firing_times(prompt_len, num_tokens, policy.target(prompt_len, 0), policy.trigger(prompt_len, 0))
         for layer_idx, (queries, keys, scale) in seen.items():
             window = loaded.shape.windows[layer_idx]
             if window is not None and getattr(policy, "order", "position") == "score":
@@ -102,7 +102,7 @@ def test_streaming_keeps_what_its_definition_says(tiny, prompts):
 def test_kept_positions_hold_the_protected_ones(policy, tiny, prompts):
     engine = Engine(tiny(), policy, EngineConfig(rows=3, page_size=16))
     (rollout,) = engine.generate(prompts(40), Sampling(max_tokens=60, stop_ids=()), record_kept=True)
-    times = firing_times(40, 60, policy.target(40), policy.trigger(40))
+    times = firing_times(40, 60, policy.target(40, 0), policy.trigger(40, 0))
     for seen, kept in zip(times, rollout.kept_positions, strict=True):
         assert kept.shape[-1] == policy.budget
         ordered = kept.sort(dim=-1).values
@@ -125,7 +125,7 @@ def enumerate_model(tiny, reference, vocabulary, num_tokens, policy, prompt):
     loaded, model = tiny(dtype=torch.float64, **settings), reference(dtype=torch.float64, **settings)
     sequences = torch.cartesian_prod(*[torch.arange(vocabulary)] * num_tokens)
     ids = torch.cat([torch.tensor(prompt).expand(len(sequences), -1), sequences], dim=1).to(model.device)
-    times = firing_times(len(prompt), num_tokens, policy.target(len(prompt)), policy.trigger(len(prompt)))
+    times = firing_times(len(prompt), num_tokens, policy.target(len(prompt), 0), policy.trigger(len(prompt), 0))
     assert len(times) >= 2
     kept = []
     for seen in times:

@@ -153,7 +153,7 @@ def warm_up(bench: Bench) -> tuple[float, dict[str, float] | None]:
     finished = run_until(bench.engine, short[::-1], bench.sampling, unfinished=config.n)[:FLOOR_ROLLOUTS]
     synchronize(bench.device)
     seconds = time.perf_counter() - began
-    if isinstance(bench.policy, EvictPolicy) and config.prompt > bench.policy.target(config.prompt):
+    if isinstance(bench.policy, EvictPolicy) and config.prompt > bench.policy.target(config.prompt, config.prompt):
         # Nothing of these is dense: a few tokens with a dense cache instead.
         dense = Engine(bench.loaded, Full(), replace(bench.engine.config, rows=FLOOR_ROLLOUTS))
         few = [replace(prompt, max_tokens=WARM_TOKENS) for prompt in bench.prompts[:FLOOR_ROLLOUTS]]

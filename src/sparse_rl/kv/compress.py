@@ -45,6 +45,7 @@ def compress(
         v_PKSD=pools[1],
         pages_BN=pages_BN,
         lengths_B=lengths_B,
+        contexts_B=contexts_B,
         prompt_lens_B=prompt_lens_B,
         positions_BKS=positions_BKS,
         live_BKS=written_BS[:, None] & (positions_BKS > oldest_B[:, None, None]),

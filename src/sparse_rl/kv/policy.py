@@ -15,6 +15,7 @@ import torch
 
 from sparse_rl.kernels.compact import select_and_compact
 from sparse_rl.kernels.decode import gather_pages_ref
+from sparse_rl.kv.schedule import Schedule, load
 
 N = TypeVar("N", int, torch.Tensor)  # one count, or a row of them
 
@@ -27,6 +28,7 @@ class Entries:
     v_PKSD: torch.Tensor
     pages_BN: torch.Tensor  # the rows' pages in it
     lengths_B: torch.Tensor  # entries held
+    contexts_B: torch.Tensor  # tokens seen
     prompt_lens_B: torch.Tensor
     positions_BKS: torch.Tensor  # logical
     live_BKS: torch.Tensor  # bool: written, and inside the layer's window if it has one
@@ -56,31 +58,39 @@ class KVPolicy:
         """How many of the last queries the cache remembers for this policy."""
         return 0
 
+    @property
+    def bound(self) -> int | None:
+        """Most entries a decoding sequence comes to hold, if that is one number for all of them."""
+        return None
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvictPolicy(KVPolicy, ABC):
     """Cuts a sequence's cache to `budget` entries whenever it has grown by `interval` beyond that.
 
-    budget: entries kept per layer and KV head, sinks and window included
+    budget: entries kept per layer and KV head, sinks and window included; or a schedule of them by context length
     interval: entries a cache grows by between two compressions
     sinks: first positions of the sequence that are never dropped
     protect_prompt: never drop prompt entries; they come on top of the budget
     """
 
-    budget: int = 512
+    budget: int | str = 512
     interval: int = 128
     sinks: int = 0
     protect_prompt: bool = False
 
     def __post_init__(self) -> None:
-        at_least(self, "budget", 1)
+        if not isinstance(self.budget, str):
+            at_least(self, "budget", 1)
         at_least(self, "interval", 1)
         at_least(self, "sinks", 0)
         needed = self.sinks + self.num_queries
-        if self.budget < needed:
+        least = self.schedule.budgets[0]
+        if least < needed:
+            begins = f", which begins with {least}" if isinstance(self.budget, str) else ""
             raise ValueError(
-                f"kv.budget is {self.budget}, but the protected entries alone are {needed} (sinks {self.sinks} + "
-                f"window {self.num_queries}); raise kv.budget to {needed} or more, or protect less."
+                f"kv.budget is {self.budget}{begins}, but the protected entries alone are {needed} (sinks {self.sinks} + "
+                f"window {self.num_queries}); raise it to {needed} or more, or protect less."
             )
 
     @property
@@ -88,13 +98,24 @@ class EvictPolicy(KVPolicy, ABC):
         """Whether a cut makes copies of all the entries it is given, so that it is better given few at a time."""
         return False
 
-    def target(self, prompt_len: N) -> N:
-        """Entries per layer and KV head left after a compression."""
-        return self.budget + prompt_len * self.protect_prompt
+    @property
+    def schedule(self) -> Schedule:
+        """The budget by context length."""
+        return load(self.budget)
 
-    def trigger(self, prompt_len: N) -> N:
-        """Entries at which a decoding sequence is compressed."""
-        return self.target(prompt_len) + self.interval
+    @property
+    def bound(self) -> int | None:
+        depends = self.protect_prompt or self.schedule.budgets[0] < self.schedule.most
+        return None if depends else self.trigger(0, 0)
+
+    def target(self, prompt_len: N, context: N) -> N:
+        """Entries per layer and KV head left after a compression, once `context` tokens have been seen."""
+        budget = self.schedule.at(context) if isinstance(self.budget, str) else self.budget
+        return budget + prompt_len * self.protect_prompt
+
+    def trigger(self, prompt_len: N, context: N) -> N:
+        """Entries at which a decoding sequence is compressed. It never falls as the sequence grows."""
+        return self.target(prompt_len, context) + self.interval
 
     @abstractmethod
     def importance(self, entries: Entries) -> torch.Tensor:
@@ -108,7 +129,7 @@ class EvictPolicy(KVPolicy, ABC):
         first_B = (entries.prompt_lens_B * self.protect_prompt).clamp(min=self.sinks)
         protected_BKS = (entries.positions_BKS < first_B[:, None, None]) | entries.recent_BS[:, None]
         importance_BKS = torch.where(entries.live_BKS, self.importance(entries), float("-inf"))
-        counts_B = torch.minimum(entries.lengths_B, self.target(entries.prompt_lens_B))
+        counts_B = torch.minimum(entries.lengths_B, self.target(entries.prompt_lens_B, entries.contexts_B))
         return self.cut(entries, pools, importance_BKS, protected_BKS & entries.live_BKS, counts_B, max_count=max_count)
 
     def cut(

@@ -85,7 +85,7 @@ class Run:
     @property
     def bounded(self) -> bool:
         """Whether the pool stays through learning, as the engine decides it."""
-        return isinstance(self.kv, EvictPolicy) and not self.kv.protect_prompt
+        return self.kv.bound is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -245,7 +245,8 @@ def _pool(size: ModelSize, run: Run, pages: int, stays: bool) -> Footprint:
     shape = size.attention
     held = f"to {run.length:,} tokens a row"
     if isinstance(run.kv, EvictPolicy):
-        held = f"{run.kv.budget} + {run.kv.interval} entries a row"
+        at = f" ({run.kv.schedule.at(run.length):,} at {run.length:,} tokens)" if isinstance(run.kv.budget, str) else ""
+        held = f"{run.kv.budget}{at} + {run.kv.interval} entries a row"
         held += ", and its prompt" if run.kv.protect_prompt else ""
         held += "" if stays or not run.bounded else "; given back for learning"
     return Footprint(
@@ -259,7 +260,7 @@ def _pool(size: ModelSize, run: Run, pages: int, stays: bool) -> Footprint:
 def _rows_state(size: ModelSize, run: Run) -> list[Footprint]:
     """Query rings, page tables, and tokens on their way to the host: made by the engine's own code, without memory."""
     longest = entries_reached(run.kv, _longest(size, run))
-    entries = run.kv.trigger(0) if run.bounded and isinstance(run.kv, EvictPolicy) else 1 << (longest - 1).bit_length()
+    entries = run.kv.bound or 1 << (longest - 1).bit_length()
     return [
         Footprint(
             name="rows",
@@ -301,7 +302,7 @@ def _rollout(size: ModelSize, run: Run, device: Device) -> list[Footprint]:
         ),
     ]
     if isinstance(run.kv, EvictPolicy):
-        entries = rows * run.kv.trigger(run.prompt) * shape.num_layers * shape.num_kv_heads
+        entries = rows * run.kv.trigger(run.prompt, run.length) * shape.num_layers * shape.num_kv_heads
         lines.append(
             Footprint(
                 name="compression",

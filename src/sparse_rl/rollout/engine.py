@@ -204,14 +204,7 @@ class Engine:
     @property
     def bounded(self) -> bool:
         """Whether the pool is the same small size whatever the answers' length, so that it need not be released."""
-        return self._bound is not None
-
-    @property
-    def _bound(self) -> int | None:
-        """Most entries a decoding sequence can come to hold, if that does not depend on the sequence."""
-        if isinstance(self.kv, EvictPolicy) and not self.kv.protect_prompt:
-            return self.kv.trigger(0)
-        return None
+        return self.kv.bound is not None
 
     def _check_idle(self) -> None:
         if self.busy:
@@ -329,7 +322,7 @@ class Engine:
         """The decode step of these settings, kept with its graphs between calls."""
         # Room for later calls, so that their graphs are these.
         longest = max(entries_reached(self.kv, sequence) for sequence in sequences)
-        max_entries = self._bound or 1 << (longest - 1).bit_length()
+        max_entries = self.kv.bound or 1 << (longest - 1).bit_length()
         baked = (sampling.temperature, sampling.top_p, sampling.top_k, sampling.top_logprobs)
         decoder = self.decoders.pop(baked, None)
         if decoder is None or decoder.max_entries < max_entries:

@@ -120,10 +120,10 @@ class Loop:
         if held:
             runner.prefill(held, self.prompts)
         if isinstance(policy, EvictPolicy):
-            long = [prompt for prompt in held if prompt.num_entries > policy.target(prompt.prompt_len)]
+            long = [prompt for prompt in held if prompt.num_entries > policy.target(prompt.prompt_len, prompt.seen)]
             runner.compress_prompts(long)
             for prompt in long:
-                scheduler.settle(prompt, policy.target(prompt.prompt_len))
+                scheduler.settle(prompt, policy.target(prompt.prompt_len, prompt.seen))
         starts = scheduler.start()
         if starts:
             for start in starts:
@@ -156,10 +156,10 @@ class Loop:
             sequence.num_entries += steps
             sequence.num_drawn += steps
         if isinstance(policy, EvictPolicy):
-            due = [s for s in running if s.num_entries >= policy.trigger(s.prompt_len)]
+            due = [s for s in running if s.num_entries >= policy.trigger(s.prompt_len, s.seen)]
             runner.compress(due)
             for sequence in due:
-                scheduler.compacted(sequence, policy.target(sequence.prompt_len))
+                scheduler.compacted(sequence, policy.target(sequence.prompt_len, sequence.seen))
         self.retire(running)
 
     def retire(self, sequences: list[Sequence]) -> None:

@@ -95,8 +95,8 @@ class Runner:
             rows_B = self._ints([sequence.row for sequence in chunk])
             self._compress(chunk, self.cache.queries.index_select(1, rows_B))
         if sequences:
-            rows, targets = [s.row for s in sequences], [self.policy.target(s.prompt_len) for s in sequences]
-            self.rows.set_entries(rows, targets)
+            targets = [self.policy.target(s.prompt_len, s.seen) for s in sequences]
+            self.rows.set_entries([s.row for s in sequences], targets)
 
     def save(self, sequence: Sequence, pages: list[int]) -> None:
         self.saved[sequence.request] = self.cache.save(pages)
@@ -122,7 +122,7 @@ class Runner:
 
     def _compress(self, items: SequenceOf[Sequence | HeldPrompt], queries_LBWHD: torch.Tensor) -> None:
         assert isinstance(self.policy, EvictPolicy)
-        counts = [min(item.num_entries, self.policy.target(item.prompt_len)) for item in items]
+        counts = [min(item.num_entries, self.policy.target(item.prompt_len, item.seen)) for item in items]
         lengths_B, contexts_B, prompt_lens_B = self._ints(
             [[item.num_entries, item.seen, item.prompt_len] for item in items]
         ).T
