@@ -89,8 +89,8 @@ class EvictPolicy(KVPolicy, ABC):
         if least < needed:
             begins = f", which begins with {least}" if isinstance(self.budget, str) else ""
             raise ValueError(
-                f"kv.budget is {self.budget}{begins}, but the protected entries alone are {needed} (sinks {self.sinks} + "
-                f"window {self.num_queries}); raise it to {needed} or more, or protect less."
+                f"kv.budget is {self.budget}{begins}, but the protected entries alone are {needed} "
+                f"(sinks {self.sinks} + window {self.num_queries}); raise it to {needed} or more, or protect less."
             )
 
     @property

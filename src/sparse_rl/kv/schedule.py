@@ -28,8 +28,8 @@ N = TypeVar("N", int, torch.Tensor)  # one context, or a row of them
 class Schedule:
     """Steps over context length: from `starts[i]` tokens on, the prompt included, `budgets[i]` entries.
 
-    Budgets never fall. A longer context takes no fewer entries to stay as close to the dense cache, and a cache that may
-    only grow is known beforehand: it holds the most at its longest context.
+    Budgets never fall: a longer context takes no fewer entries to stay as close to the dense cache. So a cache may hold
+    the most at its longest context, and is not due for compression before its entries have reached what is due now.
     """
 
     starts: tuple[int, ...]  # ascending, the first is 0
@@ -85,9 +85,8 @@ def load(budget: int | str) -> Schedule:
         return published()[budget]
     if not Path(budget).is_file():
         raise ValueError(
-            f"kv.budget is {budget!r}, which is no number, no file, and no published schedule"
-            f"{suggestion(budget, published())}; give a whole number, a schedule such as sparrow/qwen3-1.7b-0.86, or the "
-            "path of a schedule's JSON file."
+            f"kv.budget is {budget!r}, which is neither a whole number nor a file nor a published schedule"
+            f"{suggestion(budget, published())}; give 512, schedule.json, sparrow/qwen3-1.7b-0.86 or the like."
         )
     try:
         found = json.loads(Path(budget).read_text(encoding="utf-8"), object_pairs_hook=unique)
