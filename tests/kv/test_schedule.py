@@ -129,8 +129,8 @@ def test_the_most_that_a_sequence_holds_depends_on_its_length():
 
     assert reached(7) == 10, "4 + 6 tokens, the last is never written"
     assert reached(50) == 15, "10 + 5"
-    assert reached(102) == 21, "15 at 99 tokens, one more for each of 100 to 105"
-    assert reached(117) == 36, "15 and 21 more, not the 45 or 1005 that the budgets would let it"
+    assert reached(102) == 20, "14 left at 99 tokens, one more for each of 100 to 105"
+    assert reached(117) == 35, "14 and 21 more, not the 45 or 1005 that the budgets would let it"
     assert reached(10_000) == 1005
     assert policy.bound is None and Streaming(budget=named((0, 9), (30, 30)), interval=5).bound == 35
 

@@ -43,9 +43,9 @@ def test_engine_equals_masked_dense_model(policy, tiny, reference, prompts):
 
 
 def test_neither_rows_nor_the_pool_nor_the_pace_change_a_cut(tiny, prompts, monkeypatch):
-    policy, given = POLICIES[0], prompts(20, 3, 61)
+    policy, given = POLICIES[0], prompts(20, 3, 33)
     first = engine(tiny(dtype=torch.float64), policy, rows=1).generate(given, SAMPLING, record_kept=True)
-    sequences = [Sequence(request=0, prompt_idx=0, prompt_len=n, max_tokens=100) for n in (20, 3, 61)]
+    sequences = [Sequence(request=0, prompt_idx=0, prompt_len=n, max_tokens=100) for n in (20, 3, 33)]
     least = max(-(-entries_needed(policy, sequence) // 16) for sequence in sequences)
     monkeypatch.setattr("sparse_rl.rollout.loop.pace", lambda device: (8, 1))
     for config in ({"rows": 3}, {"rows": 2, "pool_pages": least}):

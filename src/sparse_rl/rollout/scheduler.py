@@ -38,9 +38,9 @@ def entries_reached(policy: KVPolicy, sequence: Sequence) -> int:
     final, prompt_len = sequence.final_entries, sequence.prompt_len
     if not isinstance(policy, EvictPolicy):
         return final
-    # Where the budget steps up, a cache grows by an entry a token from what it could hold just before.
+    # Where the budget steps up, a cache that is short of the trigger by one or more grows by an entry a token.
     steps = [start for start in policy.schedule.starts if prompt_len < start <= final]
-    growing = [policy.trigger(prompt_len, start - 1) + final - start + 1 for start in steps]
+    growing = [policy.trigger(prompt_len, start - 1) + final - start for start in steps]
     return min(final, policy.trigger(prompt_len, final), *growing)
 
 
