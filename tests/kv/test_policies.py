@@ -11,6 +11,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+from schedules import named
 from slow_policies import cut_margin, keep, keep_streaming, rkv_scores, snapkv_scores
 
 from sparse_rl.kv import POLICIES, RKV, EvictPolicy, SnapKV, Streaming, build_policy
@@ -204,8 +205,9 @@ def no_waiting():
         Streaming(budget=20, interval=9),
         SnapKV(budget=24, interval=9, sinks=2),
         RKV(budget=24, interval=9, protect_prompt=True),
+        Streaming(budget=named((0, 30, 40), (16, 20, 26)), interval=9),
     ],
-    ids=lambda policy: policy.name,
+    ids=lambda policy: f"{policy.name}-{policy.budget}",
 )
 def test_both_implementations_of_the_kernels_compress_alike(policy, device, monkeypatch):
     """Layers with and without a window, rows of different lengths; on a GPU, without ever waiting for it."""
