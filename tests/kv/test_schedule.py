@@ -53,7 +53,8 @@ def test_one_context_and_a_row_of_them(name, contexts):
     steps = list(zip(schedule.starts, schedule.budgets, strict=True))
     slow = [max(budget for start, budget in steps if start <= context) for context in contexts]
     assert [schedule.at(context) for context in contexts] == slow
-    assert schedule.at(torch.tensor(contexts)).tolist() == slow
+    for dtype in (torch.int64, torch.int32):
+        assert schedule.at(torch.tensor(contexts, dtype=dtype)).tolist() == slow
 
 
 @pytest.mark.parametrize(

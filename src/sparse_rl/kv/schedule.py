@@ -62,7 +62,7 @@ class Schedule:
     def at(self, context: N) -> N:
         if isinstance(context, torch.Tensor):
             starts, budgets = _tables(self, context.device)
-            return budgets[torch.bucketize(context, starts, right=True) - 1]
+            return budgets[torch.bucketize(context.long(), starts, right=True) - 1]
         return self.budgets[bisect_right(self.starts, context) - 1]
 
 
