@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How many KV entries a token may use, by how long its context is.
 
-Schedule(starts=(0, 2000, 4000), budgets=(512, 1024, 1536)).at(2500)    # 1024
+    Schedule(starts=(0, 2000, 4000), budgets=(512, 1024, 1536)).at(2500)    # 1024
 """
 
 from __future__ import annotations
