@@ -65,10 +65,11 @@ class SlowSequence:
         window, scale = self.windows[layer], self.scales[layer]
         seen = [p for p in self.held[layer, head] if p <= at and (window is None or at - p < window)]
         q = self.queries[layer, query_head, at]
-        logits = [scale * sum(float(a) * float(b) for a, b in zip(q, self.keys[layer, head, p])) for p in seen]
+        products = [zip(q, self.keys[layer, head, p], strict=True) for p in seen]
+        logits = [scale * sum(float(a) * float(b) for a, b in product) for product in products]
         top = max(logits)
         total = sum(math.exp(x - top) for x in logits)
-        return {p: math.exp(x - top) / total for p, x in zip(seen, logits)}
+        return {p: math.exp(x - top) / total for p, x in zip(seen, logits, strict=True)}
 
     def fire(self) -> dict[tuple[int, int], Scores]:
         """Update the scores, then say how important every live entry is."""
@@ -80,7 +81,7 @@ class SlowSequence:
             heads = [own[layer, head] for head in range(self.keys.shape[1])]
             for p in heads[0]:
                 shared[p] = shared.get(p, 0.0) + sum(head[p] for head in heads) / len(heads)
-        return {place: shared for place in self.places}
+        return dict.fromkeys(self.places, shared)
 
     def importance(self, layer: int, head: int) -> Scores:
         policy, live = self.policy, self.live(layer, head)
@@ -94,8 +95,9 @@ class SlowSequence:
         if isinstance(policy, Knorm):
             return {p: -length(keys[p]) for p in live}
         if isinstance(policy, KeyDiff):
-            mean = sum(keys[p] / length(keys[p]) for p in live) / len(live)
-            return {p: -float(keys[p] @ mean) / (length(keys[p]) * length(mean)) for p in live}
+            units = {p: keys[p] / (length(keys[p]) + 1e-8) for p in live}
+            total = sum(units.values())
+            return {p: -float(units[p] @ total) / (length(total) + 1e-8) for p in live}
         if isinstance(policy, TOVA):
             num_heads, total = self.queries.shape[1], dict.fromkeys(live, 0.0)
             for query_head in range(num_heads):
@@ -129,7 +131,7 @@ class SlowSequence:
         if isinstance(policy, RKV):
             values = slow_policies.rkv_scores(keys, queries, **settings, lam=policy.lam, threshold=policy.threshold)
         if not isinstance(policy, GKV):
-            return dict(zip(outside, values)) | dict.fromkeys(inside, 0.0)
+            return dict(zip(outside, values, strict=True)) | dict.fromkeys(inside, 0.0)
         scores, repeated = self.scores[layer, head], slow_policies.redundancy(keys, threshold=policy.threshold)
         for p in self.held[layer, head]:
             scores[p] = policy.decay * scores.get(p, 0.0)

@@ -11,11 +11,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from replay import firing_times, replay_logprobs, rollout_visibility
 from slow_evict import SlowSequence
 
-from sparse_rl.kv import (
-    GKV, H2O, POLICIES, RKV, TOVA, EvictPolicy, KeyDiff, Knorm, Random, SnapKV, Streaming, build_policy,
-)  # fmt: skip
+from sparse_rl.kv import GKV, H2O, POLICIES, RKV, TOVA, EvictPolicy, KeyDiff, Knorm, Random, SnapKV, Streaming
+from sparse_rl.kv import policy as policy_module
 from sparse_rl.kv.cache import PagedCache
 from sparse_rl.kv.compress import compress
 from sparse_rl.kv.pages import PagePool
@@ -23,7 +23,7 @@ from sparse_rl.model.dry_run import AttentionShape
 from sparse_rl.rollout import Engine, EngineConfig, Sampling
 
 DIM, PAGE = 8, 16
-WINDOWS, SCALES = (None, 23), (0.4, 0.3)
+WINDOWS, SCALES = (23, None), (0.4, 0.3)
 TOLERANCE = 1e-9
 PER_HEAD = [
     Random(budget=14, interval=9, seed=5),
@@ -64,7 +64,7 @@ def test_every_evicting_policy_has_cases():
 class Bench:
     """Sequences in a real cache, each beside its slow twin."""
 
-    def __init__(self, policy, *, prompt_lens, heads=2, group=2, seed=0, keys=None):
+    def __init__(self, policy, *, prompt_lens, heads=2, group=2, seed=0, keys=None, windows=WINDOWS):
         self.policy, self.heads, self.group = policy, heads, group
         self.random = np.random.default_rng(seed)
         self.new_keys = keys or (lambda *size: self.random.normal(size=size))
@@ -72,7 +72,7 @@ class Bench:
             num_heads=heads * group,
             num_kv_heads=heads,
             head_dim=DIM,
-            windows=WINDOWS,
+            windows=windows,
             scales=SCALES,
             dtype=torch.float64,
             device=torch.device("cpu"),
@@ -91,7 +91,7 @@ class Bench:
         self.slow, self.holdings, self.cut = [], [], [0] * rows
         for prompt_len in prompt_lens:
             none = np.zeros((len(WINDOWS), heads, 0, DIM)), np.zeros((len(WINDOWS), heads * group, 0, DIM))
-            self.slow.append(SlowSequence(policy, prompt_len, WINDOWS, SCALES, *none))
+            self.slow.append(SlowSequence(policy, prompt_len, windows, SCALES, *none))
             self.holdings.append(self.pool.open())
 
     def length(self, b):
@@ -139,13 +139,19 @@ class Bench:
         result = []
         for i, (b, count) in enumerate(zip(rows, counts, strict=True)):
             self.cut[b] = count
-            result.append({(l, h): kept[l, i, h, :count].tolist() for l, h in self.slow[b].places})
+            result.append({place: kept[place[0], i, place[1], :count].tolist() for place in self.slow[b].places})
         return result
 
-    def check(self, b, kept):
-        """What was kept is what the slow sequence would keep, and the cache holds it."""
+    def check(self, b, kept, fast):
+        """Importance and what was kept are what the slow sequence says, and the cache holds it."""
         slow, policy = self.slow[b], self.policy
         importance = slow.fire()
+        for (layer, head), expected in importance.items():
+            slots = [slot for slot, p in enumerate(slow.held[layer, head]) if p in expected]
+            got = fast.unflatten(0, (len(WINDOWS), -1))[layer, b, head, slots]
+            free = [p not in slow.protected(layer, head) for p in np.array(slow.held[layer, head])[slots]]
+            wanted = [expected[slow.held[layer, head][slot]] for slot in slots]
+            np.testing.assert_allclose(got.numpy()[free], np.array(wanted)[free], atol=TOLERANCE)
         kept_anywhere = set().union(*(slow.protected(*place) for place in slow.places))
         for place in slow.places:
             held, chosen = slow.held[place], kept[place]
@@ -188,14 +194,17 @@ def name_of(policy):
     [(policy, (1, 2, 8)[i % 3]) for i, policy in enumerate(PER_HEAD + SHARED)],
     ids=lambda x: name_of(x) if isinstance(x, EvictPolicy) else str(x),
 )
-def test_policy_equals_slow_sequence(policy, group):
-    bench = Bench(policy, prompt_lens=[5, 11, 2], group=group, seed=policy.budget + group)
+def test_policy_equals_slow_sequence(policy, group, monkeypatch):
+    windows = (23, 12) if policy.sinks and policy.index == "shared" else WINDOWS  # no layer sees all
+    bench = Bench(policy, prompt_lens=[5, 11, 2], group=group, seed=policy.budget + group, windows=windows)
+    seen, cut = [], policy_module.select_and_compact
+    monkeypatch.setattr(policy_module, "select_and_compact", lambda *a, **k: (seen.append(a[2]), cut(*a, **k))[1])
     for b in range(3):
         # one longer than its trigger, one just full, one that is not cut at all
         bench.grow(b, policy.target(bench.slow[b].prompt_len) + (17, 1, -3)[b])
     for _ in range(5):
         for b, kept in enumerate(bench.fire([0, 1, 2])):
-            bench.check(b, kept)
+            bench.check(b, kept, seen[-1])
         for b in range(3):
             bench.settle(b)
         for b in range(3):  # freed pages go to other rows, with the scores that are in them
@@ -305,6 +314,42 @@ def test_scores_of_a_full_engine_do_not_leak(policy, tiny, prompts):
         assert rollout.kv.peak_bytes == -(-rollout.kv.peak // 16) * page + loaded.shape.query_bytes(policy.num_queries)
 
 
+@pytest.mark.parametrize(
+    "policy",
+    [*STATEFUL, H2O(budget=16, interval=9, window=12, index="shared"), TOVA(budget=16, interval=9)],
+    ids=name_of,
+)
+def test_the_engines_own_queries_and_keys_decide_what_is_kept(policy, tiny, reference, prompts):
+    """Every firing, by a slow sequence that is fed the queries and keys of the masked dense model."""
+    loaded, model = tiny("gemma3", dtype=torch.float64), reference("gemma3", dtype=torch.float64)
+    engine = Engine(loaded, policy, EngineConfig(rows=2, page_size=16))
+    for rollout in engine.generate(prompts(3, 24), Sampling(max_tokens=50, n=1, stop_ids=()), record_kept=True):
+        prompt_len = len(rollout.prompt.ids)
+        ids = torch.tensor([[*rollout.prompt.ids, *rollout.token_ids.tolist()]], device=model.device)
+        seen: dict = {}
+        replay_logprobs(model, ids, rollout_visibility(rollout, policy, loaded.shape), seen)
+        layers = sorted(seen)
+        queries, keys = (np.stack([seen[layer][i].cpu().numpy() for layer in layers]) for i in (0, 1))
+        none = keys[:, :, :0], queries[:, :, :0]
+        slow = SlowSequence(policy, prompt_len, loaded.shape.windows, loaded.shape.scales, *none)
+        times = firing_times(prompt_len, len(rollout.token_ids), policy.target(0), policy.trigger(0))
+        assert len(times) >= 3
+        for time, kept in zip(times, rollout.kept_positions, strict=True):
+            slow.grow(keys[:, :, slow.seen : time], queries[:, :, slow.seen : time])
+            importance = slow.fire()
+            chosen = {place: kept[place].tolist() for place in slow.places}
+            for place in slow.places:
+                assert slow.protected(*place) <= set(chosen[place])
+                dropped = [importance[place][p] for p in slow.live(*place) if p not in chosen[place]]
+                free = [p for p in chosen[place] if p not in slow.protected(*place)]
+                stayed = [importance[place].get(p, -np.inf) for p in free]
+                if policy.index == "per_head" and dropped and stayed:
+                    assert max(dropped) <= min(stayed) + TOLERANCE
+                elif dropped and stayed:
+                    assert max(dropped) <= min(x for x in stayed if x > -np.inf) + TOLERANCE
+            slow.keep(chosen)
+
+
 def test_one_set_for_all_layers_and_heads(tiny, prompts):
     engine = Engine(tiny(), SnapKV(budget=16, interval=8, index="shared"), EngineConfig(rows=2, page_size=16))
     for rollout in engine.generate(prompts(40, 5), Sampling(max_tokens=40, stop_ids=()), record_kept=True):
@@ -327,4 +372,4 @@ def test_one_set_for_all_layers_and_heads(tiny, prompts):
 )
 def test_bad_settings_are_named(policy, settings, message):
     with pytest.raises(ValueError, match=message):
-        build_policy(policy, **settings)
+        POLICIES[policy](**settings)
