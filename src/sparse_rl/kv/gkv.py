@@ -26,7 +26,7 @@ from sparse_rl.kv.snapkv import SnapKV
 class GKV(SnapKV):
     """The best attention an entry has had, fading, less redundancy among keys.
 
-    decay: what a score is multiplied by at each firing, 0 to 1; 0 forgets all
+    decay: what an entry's score is multiplied by at each firing; 1 forgets nothing, 0 everything
     lam: weight of attention against redundancy, 0 to 1
     threshold: cosine above which two keys are duplicates; the newest one of each key is spared
     """

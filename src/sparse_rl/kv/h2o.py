@@ -28,7 +28,7 @@ class H2O(EvictPolicy):
 
     recent: newest entries that are never dropped; half of the budget if not given
     window: last queries that the cache remembers; as many as `interval` count every query
-    decay: what sums are multiplied by at each firing; 1 forgets nothing
+    decay: what an entry's score is multiplied by at each firing; 1 forgets nothing, 0 everything
     """
 
     name: ClassVar[str] = "h2o"

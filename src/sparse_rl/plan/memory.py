@@ -305,9 +305,9 @@ def _rollout(size: ModelSize, run: Run, device: Device) -> list[Footprint]:
         lines.append(
             Footprint(
                 name="compression",
-                bytes=32 * entries,
+                bytes=32 * entries + rows * shape.query_bytes(run.kv.num_queries),
                 stages=("rollout",),
-                formula=f"{entries:,} entries of all layers and KV heads x 32: scores, positions, slots",
+                formula=f"{entries:,} entries of all layers and KV heads x 32: scores, positions, slots; the rows' queries",
             )
         )
     return lines
