@@ -113,7 +113,7 @@ class SlowSequence:
         assert isinstance(policy, H2O)
         for p in self.held[layer, head]:
             scores[p] = policy.decay * scores.get(p, 0.0)
-        for at in range(max(self.last_firing, self.seen - policy.window), self.seen):
+        for at in range(max(self.last_firing, self.seen - (policy.window or policy.interval)), self.seen):
             for g in range(self.group):
                 for p, weight in self.weights(layer, head, head * self.group + g, at).items():
                     scores[p] += weight / self.group

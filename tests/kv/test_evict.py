@@ -34,7 +34,7 @@ PER_HEAD = [
     KeyDiff(budget=18, interval=6, recent=3, protect_prompt=True),
     TOVA(budget=14, interval=9),
     TOVA(budget=12, interval=11, recent=2, sinks=3, protect_prompt=True),
-    H2O(budget=14, interval=8, window=8),  # every query once
+    H2O(budget=14, interval=8),  # every query once
     H2O(budget=12, interval=9, window=4, decay=0.7, sinks=1),  # some never
     H2O(budget=10, interval=5, window=40, recent=0),  # more than a cache ever holds
     H2O(budget=14, interval=8, window=11, decay=0.0, protect_prompt=True),

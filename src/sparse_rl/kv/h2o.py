@@ -27,26 +27,27 @@ class H2O(EvictPolicy):
     """Accumulated attention, and the newest entries.
 
     recent: newest entries that are never dropped; half of the budget if not given
-    window: last queries that the cache remembers; as many as `interval` count every query
+    window: last queries that the cache remembers; as many as `interval` if not given, so that every query counts
     decay: what an entry's score is multiplied by at each firing; 1 forgets nothing, 0 everything
     """
 
     name: ClassVar[str] = "h2o"
 
     recent: int | None = None
-    window: int = 128
+    window: int | None = None
     decay: float = 1.0
 
     def __post_init__(self) -> None:
         if self.recent is not None:
             at_least(self, "recent", 0)
-        at_least(self, "window", 1)
+        if self.window is not None:
+            at_least(self, "window", 1)
         between(self, "decay", 0.0, 1.0)
         EvictPolicy.__post_init__(self)
 
     @property
     def num_queries(self) -> int:
-        return self.window
+        return self.interval if self.window is None else self.window
 
     @property
     def num_recent(self) -> int:
@@ -65,7 +66,7 @@ class H2O(EvictPolicy):
             entries.positions_BKS,
             lengths_B=entries.lengths_B,
             contexts_B=entries.contexts_B,
-            counts_B=entries.fresh_B.clamp(max=self.window),
+            counts_B=entries.fresh_B.clamp(max=self.num_queries),
             windows_B=entries.windows_B,
             scale_B=entries.scale_B,
         )
