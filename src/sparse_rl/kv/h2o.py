@@ -54,6 +54,10 @@ class H2O(EvictPolicy):
         return (self.budget - self.sinks) // 2 if self.recent is None else self.recent
 
     @property
+    def copies(self) -> bool:
+        return True  # the remembered queries of the rows
+
+    @property
     def keeps_score(self) -> bool:
         return True
 
