@@ -157,6 +157,11 @@ class SparseCache(Cache):
         pool = self.pool
         return 0 if pool is None else sum(t.nbytes for t in (pool.k, pool.v, pool.positions, pool.queries))
 
+    def positions(self, row: int) -> torch.Tensor:
+        """Which tokens a row holds, L K S, as positions in its text without padding."""
+        assert self.pool is not None
+        return self.pool.positions[:, self._pages(row)].transpose(1, 2).flatten(2)[..., : self.entries[row]].long()
+
     # What our attention asks for.
 
     def context(self, num_layers: int, padding_BS: torch.Tensor | None) -> SparseCache:
