@@ -48,7 +48,7 @@ class Reading:
     name: str
     text: Text
     firings: tuple[Firing, ...]
-    entries: tuple[int, ...]  # held after each of the contexts
+    entries: tuple[int, ...]  # at hand in each decode step, its own included
     overlap: np.ndarray  # of each token of the answer, in 0 to 1
 
     def held(self) -> np.ndarray:
@@ -73,8 +73,9 @@ class Reading:
 
     @property
     def saved_frac(self) -> float:
-        """1 - entries held / entries of a dense cache, over all contexts."""
-        return 1.0 - sum(self.entries) / sum(self.text.contexts)
+        """1 - entries held / entries of a dense cache, over all decode steps, as the engine counts."""
+        full = sum(self.text.contexts[1:])
+        return 1.0 - sum(self.entries) / full if full else 0.0
 
 
 def answer(loaded: LoadedModel, prompt: Prompt, *, max_tokens: int, temperature: float, seed: int) -> Text:
@@ -102,10 +103,11 @@ def _read(
     entries, overlap = [], []
     for i, context in enumerate(text.contexts):
         first = 0 if i == 0 else context - 1
+        if i:
+            entries.append(cache.entries[0] + 1)
         logits = loaded.model(ids[:, first:context], past_key_values=cache, logits_to_keep=1).logits[0, -1]
         p, q = (each.double().softmax(-1) for each in (dense_TV[i], logits))
         overlap.append(float(torch.minimum(p, q).sum()))
-        entries.append(cache.entries[0])
         if cache.num_compressions[0] > len(firings):
             positions = cache.positions(0).cpu().numpy()
             kept = np.zeros((*positions.shape[:2], len(text.ids)), dtype=bool)
