@@ -19,7 +19,7 @@ The dense model answers the prompt. Then each cache reads that same answer token
 at every token. OUTPUT gets inspect.html (needs nothing but itself; any layer and head can be picked) and inspect.png:
 
   map       which positions are held as the text grows; the darker, the more layers and heads hold it
-  overlap   sum over the vocabulary of min(p_dense, p_sparse) at every token: 1 is the dense model, dips are what was lost
+  overlap   sum over the vocabulary of min(p_dense, p_sparse) at every token: 1 is as dense, dips show what was lost
   text      every token, the darker, the longer it stayed in the cache
 
 A cache is POLICY:BUDGET or POLICY:key=value,... with any setting of the policy; give two or more to compare them. Short
@@ -59,9 +59,7 @@ def run(arguments: list[str]) -> None:
     quiet_bars()
     loaded = load(settings.model, dtype=model_dtype(settings.dtype), device=settings.device)
     prompt = _prompt(settings.model, settings.prompt, loaded)
-    text = answer(
-        loaded, prompt, max_tokens=settings.max_tokens, temperature=settings.temperature, seed=settings.seed
-    )
+    text = answer(loaded, prompt, max_tokens=settings.max_tokens, temperature=settings.temperature, seed=settings.seed)
     readings = read(loaded, text, policies)
     folder = Path(settings.output)
     write_inspection(readings, folder, settings.model)

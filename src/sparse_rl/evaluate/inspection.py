@@ -2,7 +2,7 @@
 """What a KV policy does to one text: which positions every layer and head holds, and what that changes.
 
 The dense model answers the prompt; then each cache reads that same answer token by token. So caches can be compared at
-every token: what each one holds there, and the overlap sum_v min(p_dense, p_sparse) of the two next-token distributions.
+every token: what each one holds there, and the overlap sum_v min(p_dense, p_sparse) of the next-token distributions.
 """
 
 from __future__ import annotations

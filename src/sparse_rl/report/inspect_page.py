@@ -16,14 +16,14 @@ from sparse_rl.evaluate.inspection import Reading
 from sparse_rl.report.inspect_plot import draw_inspection
 from sparse_rl.report.page import Html, _write, document, markup, table
 
-ABOUT = """What a sparse KV cache holds while it reads a text, and how far the next token it would write is from the dense
-model's. All caches read the same text, the dense model's own answer, so they can be compared token by token; while
-sampling, a cache goes on from its own tokens."""
+ABOUT = """What a sparse KV cache holds while it reads a text, and how far the next token it would write is from the
+dense model's. All caches read the same text, the dense model's own answer, so they can be compared token by token;
+while sampling, a cache goes on from its own tokens."""
 HEAD = ("cache", "KV saved", "entries at most", "cuts", "overlap, mean", "P05", "lowest", "where")
-HELP = """Map: a position of the text at each x, time runs down; the darker, the more of the chosen layers and heads hold
-it. The dashed line is where the answer begins. Below it, the overlap sum min(p_dense, p_sparse) at every token, from 0 to
-1; thin lines are cuts. Below that, the text: the darker, the longer a token stayed in the cache, over all layers and heads;
-what is underlined in orange was written at an overlap below 0.5."""
+HELP = """Map: a position of the text at each x, time runs down; the darker, the more of the chosen layers and heads
+hold it. The dashed line is where the answer begins. Below it, the overlap sum min(p_dense, p_sparse) at every token,
+from 0 to 1; thin lines are cuts. Below that, the text: the darker, the longer a token stayed in the cache, over all
+layers and heads; what is underlined in orange has an overlap below 0.5."""
 LOW = 0.5
 
 CSS = """<style>
@@ -190,8 +190,8 @@ def _cache(reading: Reading, heads: int) -> Html:
     return Html(
         f"<section><h3>{markup(reading.name)}</h3>\n"
         f'<div class="map"><canvas></canvas>{border}</div></div>\n'
-        f'<div class="overlap">{_overlap(reading)}{border}<span>answer</span></div><span class="axis" style="top:0">1</span>'
-        f'<span class="axis" style="bottom:0">0 overlap</span></div>\n'
+        f'<div class="overlap">{_overlap(reading)}{border}<span>answer</span></div>'
+        f'<span class="axis" style="top:0">1</span><span class="axis" style="bottom:0">0 overlap</span></div>\n'
         f'<div class="at"></div>\n<div class="text">{_text(reading)}</div>\n'
         f'<details class="every"><summary>Every layer (down) and head (across)</summary>'
         f'<div class="heads" style="grid-template-columns:repeat({heads},1fr)"></div></details></section>\n'

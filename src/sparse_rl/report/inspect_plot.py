@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Caches side by side as one picture: what each holds over time, the overlap under it, and the text it was read from.
 
-A column is a cache. Its map has a token of the text at each x and time running down; the overlap shares the map's x axis.
+A column is a cache. Its map has a token of the text at each x, and time runs down; the overlap shares the map's x axis.
 """
 
 from __future__ import annotations
 
 import io
+from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,7 +21,11 @@ if TYPE_CHECKING:
 
 WIDTH, MAP, OVERLAP, MARGIN = 4.3, 2.7, 1.2, 0.75  # inches: of a column, of its parts, left of it
 GAPS = (0.12, 0.6, 0.0)  # below each part
+TOP, BOTTOM = 0.55, 0.95  # for a cache's name and numbers, for what the shades mean
 COLUMNS, LINES = 72, 26  # characters a line of the text, lines at most
+LEGEND = """Map: the share of layers and heads that hold a position. Text: for how much of the time since a token was
+written they held it. Thin lines and ticks: the cache is cut. Every cache reads the dense model's own answer."""
+NAME = 52  # characters of a cache's name
 LINE = 0.135  # inches
 STRETCH = 0.602  # width of a monospace character over its height
 
@@ -42,11 +47,11 @@ def _figure(readings: list[Reading], shades: Any) -> Figure:
     text = readings[0].text
     lines = wrapped(text)
     heights = (MAP, OVERLAP, LINE * len(lines))
-    total = 0.4 + sum(heights) + sum(GAPS) + 0.75
+    total = TOP + sum(heights) + sum(GAPS) + BOTTOM
     wide = len(readings) * (WIDTH + MARGIN) + 0.3
     figure = Figure(figsize=(wide, total))
     for column, reading in enumerate(readings):
-        left, top = MARGIN + column * (WIDTH + MARGIN), total - 0.4
+        left, top = MARGIN + column * (WIDTH + MARGIN), total - TOP
         axes = []
         for height, gap in zip(heights, GAPS, strict=True):
             top -= height
@@ -76,8 +81,12 @@ def _map(axes: Axes, reading: Reading, shades: Any, *, first: bool) -> None:
         axes.plot([0.985, 1.0], [firing.context] * 2, transform=axes.get_yaxis_transform(), color=INK, lw=0.8)
     axes.grid(visible=False)
     axes.tick_params(labelbottom=False)
-    label = f"{reading.name}   KV saved {reading.saved_frac:.0%}"
-    axes.set_title(label, fontsize=10, parse_math=False)
+    overlap = reading.overlap
+    facts = f"overlap mean {overlap.mean():.3f}, P05 {np.quantile(overlap, 0.05):.3f}, lowest {overlap.min():.3f}"
+    name = reading.name if len(reading.name) <= NAME else f"{reading.name[: NAME - 1]}…"
+    axes.set_title(name, fontsize=10, fontweight="bold", pad=17, parse_math=False)
+    said = f"KV saved {reading.saved_frac:.0%}, {facts}"
+    axes.text(0, 1.02, said, transform=axes.transAxes, fontsize=8, va="bottom")
     if first:
         axes.set_ylabel("tokens seen  (time runs down)", fontsize=9)
 
@@ -89,13 +98,11 @@ def _overlap(axes: Axes, reading: Reading, *, first: bool) -> None:
         axes.axvline(firing.context, color=INK, lw=0.5, alpha=0.25)
     axes.vlines(x, overlap, 1.0, color=COLOURS[0], lw=max(0.6, 250 / len(text.ids)), alpha=0.75)
     axes.axvline(text.prompt_len, color=COLOURS[1], lw=1, ls="--")
-    for side, said in (("right", "prompt "), ("left", " answer")):
-        axes.text(text.prompt_len, 0.95, said, color=COLOURS[1], fontsize=8, va="top", ha=side)
+    axes.text(text.prompt_len, 0.03, " answer", color=COLOURS[1], fontsize=8)
     axes.set_xlim(0, len(text.ids))
     axes.set_ylim(0.0, 1.02)
+    axes.grid(visible=False, axis="x")  # cuts are the lines there
     axes.set_xlabel("position in the text", fontsize=9)
-    facts = f"mean {overlap.mean():.3f}\nP05 {np.quantile(overlap, 0.05):.3f}\nlowest {overlap.min():.3f}"
-    axes.text(0.01, 0.06, facts, transform=axes.transAxes, fontsize=8, va="bottom")
     if first:
         axes.set_ylabel("overlap with\nthe dense model", fontsize=9)
 
@@ -132,14 +139,11 @@ def _text(axes: Axes, reading: Reading, lines: list[list[tuple[int, str]]], shad
 def _legend(figure: Figure, shades: Any, wide: float, total: float) -> None:
     from matplotlib.cm import ScalarMappable
 
-    bar = figure.add_axes((MARGIN / wide, 0.3 / total, 1.2 / wide, 0.1 / total))
+    bar = figure.add_axes((MARGIN / wide, 0.45 / total, 0.8 / wide, 0.1 / total))
     figure.colorbar(ScalarMappable(cmap=shades), cax=bar, orientation="horizontal", ticks=[0, 1])
     bar.tick_params(labelsize=7, length=2)
-    said = (
-        "map: share of layers and heads that hold a position; text: for how much of the time since a token was written "
-        "they held it.\nThin lines and ticks: the cache is cut. Every cache reads the dense model's own answer."
-    )
-    figure.text((MARGIN + 1.4) / wide, 0.38 / total, said, fontsize=8, va="center")
+    said = fill(LEGEND, int((wide - MARGIN - 1.2) / 0.068))
+    figure.text((MARGIN + 1.0) / wide, 0.5 / total, said, fontsize=8, va="center")
 
 
 def wrapped(text: Text) -> list[list[tuple[int, str]]]:
