@@ -134,7 +134,8 @@ def test_a_second_generate_goes_on_from_the_first(tiny, reference, prompts):
     for each, cache in ((model, SparseCache("rkv", budget=500)), (own, None)):
         ids, mask = padded(prompts(9, 14), each.device)
         for turn in range(2):
-            more, more_mask = padded(prompts(4, 11, seed=turn + 1), each.device)
+            more, more_mask = padded([[], *prompts(4, 11, seed=turn + 1), [0] * 12], each.device)
+            more, more_mask = more[1:3], more_mask[1:3]  # a column of padding alone comes first
             out = each.generate(ids, attention_mask=mask, past_key_values=cache, **settings)
             ids = torch.cat([out, more], dim=1)
             mask = torch.cat([mask, torch.ones_like(out[:, mask.shape[1] :]), more_mask], dim=1)

@@ -65,7 +65,7 @@ class SparseCache(Cache):
         self.padding_BS: torch.Tensor | None = None
         self.num_layers = 0
         self.prompt: PrefillStep | None = None  # the forward pass under way: a prompt,
-        self.steps: list[tuple[torch.Tensor | None, DecodeStep]] = []  # or tokens, of all rows or of some
+        self.steps: list[tuple[int, torch.Tensor | None, DecodeStep]] = []  # or its tokens, of all rows or of some
         self.valid_BT: np.ndarray = np.zeros((0, 0), dtype=bool)  # tokens of the pass that are no padding
 
     # What transformers asks for.
@@ -232,7 +232,7 @@ class SparseCache(Cache):
     ) -> torch.Tensor:
         """One token after the other; rows whose token is padding stand still."""
         out = torch.zeros_like(q_BHTD)
-        for t, (rows_B, step) in enumerate(self.steps):
+        for t, rows_B, step in self.steps:
             token = slice(t, t + 1)
             q, k, v = (x[:, :, token] if rows_B is None else x[rows_B, :, token] for x in (q_BHTD, k_BKTD, v_BKTD))
             attended = step.attend(layer_idx, q, k, v, scale=scale, window=window)
@@ -275,7 +275,9 @@ class SparseCache(Cache):
         pages_BN = to_device([self._pages(row) for row in self._rows], pool.shape.device)
         lengths, positions = np.array(self.entries), np.array(self.contexts)
         self.steps = []
-        for valid_B in self.valid_BT.T:
+        for t, valid_B in enumerate(self.valid_BT.T):
+            if not valid_B.any():
+                continue
             lengths = lengths + valid_B
             rows_B, lengths_B, positions_B = to_device(
                 np.stack([self._rows, lengths, positions])[:, valid_B], pool.shape.device
@@ -288,7 +290,7 @@ class SparseCache(Cache):
                 rows_B=rows_B,
                 max_length=self.width * PAGE_SIZE,
             )
-            self.steps.append((None if valid_B.all() else rows_B, step))
+            self.steps.append((t, None if valid_B.all() else rows_B, step))
             positions = positions + valid_B
 
     def _end(self, num_tokens: int) -> None:
@@ -311,13 +313,19 @@ class SparseCache(Cache):
     def _is_due(self, policy: EvictPolicy, row: int) -> bool:
         """A prompt is cut if it is over the target, a row that has grown once it reaches the trigger."""
         if self.prompt is not None:
-            return self.entries[row] > policy.target(self.prompt_lens[row])
-        return self.entries[row] >= policy.trigger(self.prompt_lens[row])
+            return self.entries[row] > self._target(policy, row)
+        return self.entries[row] >= self._trigger(policy, row)
+
+    def _target(self, policy: EvictPolicy, row: int) -> int:
+        return policy.target(self.prompt_lens[row])
+
+    def _trigger(self, policy: EvictPolicy, row: int) -> int:
+        return policy.trigger(self.prompt_lens[row])
 
     def _cut(self, policy: EvictPolicy, rows: list[int]) -> None:
         assert self.pool is not None
         device = self.pool.shape.device
-        targets = [policy.target(self.prompt_lens[row]) for row in rows]
+        targets = [self._target(policy, row) for row in rows]
         width = -(-max(self.entries[row] for row in rows) // PAGE_SIZE)
         counts = np.array([[self.entries[row], self.contexts[row], self.prompt_lens[row]] for row in rows]).T
         lengths_B, contexts_B, prompt_lens_B = to_device(counts, device)
@@ -354,7 +362,7 @@ class SparseCache(Cache):
         if needed > self.width:
             wanted = max(needed, self.width + self.width // GROWTH)
         if isinstance(self.policy, EvictPolicy):
-            bound = max(self.policy.trigger(length) for length in self.prompt_lens)
+            bound = max(self._trigger(self.policy, row) for row in self._rows)
             wanted = max(needed, min(wanted, -(-bound // PAGE_SIZE)))
         if wanted != self.width:
             kept = min(wanted, self.width)
