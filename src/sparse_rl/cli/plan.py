@@ -150,7 +150,7 @@ def _run(size: ModelSize, settings: Namespace, parts: dict[str, Any], prompt: in
     engine, update, optimizer, lora = (parts[name] for name in ("engine", "update", "optimizer", "lora"))
     pool_pages = engine.pool_pages
     if engine.pool_bytes is not None:
-        pool_pages = engine.pool_bytes // (engine.page_size * size.attention.entry_bytes)
+        pool_pages = engine.pool_bytes // (engine.page_size * parts["kv"].entry_bytes(size.attention))
     targets = () if lora.target == ("all-linear",) else lora.target
     return Run(
         kv=parts["kv"],

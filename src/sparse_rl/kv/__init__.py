@@ -7,15 +7,26 @@ from dataclasses import fields
 from typing import Any
 
 from sparse_rl.kv.full import Full
+from sparse_rl.kv.gkv import GKV
+from sparse_rl.kv.h2o import H2O
+from sparse_rl.kv.keydiff import KeyDiff
+from sparse_rl.kv.knorm import Knorm
 from sparse_rl.kv.policy import EvictPolicy, KVPolicy
+from sparse_rl.kv.random import Random
 from sparse_rl.kv.rkv import RKV
 from sparse_rl.kv.snapkv import SnapKV
 from sparse_rl.kv.streaming import Streaming
+from sparse_rl.kv.tova import TOVA
 from sparse_rl.specs import suggestion
 
-POLICIES: dict[str, type[KVPolicy]] = {policy.name: policy for policy in (Full, Streaming, SnapKV, RKV)}
+POLICIES: dict[str, type[KVPolicy]] = {
+    policy.name: policy for policy in (Full, Streaming, Random, Knorm, KeyDiff, TOVA, H2O, SnapKV, RKV, GKV)
+}
 
-__all__ = ["POLICIES", "RKV", "EvictPolicy", "Full", "KVPolicy", "SnapKV", "Streaming", "build_policy"]
+__all__ = [
+    "GKV", "H2O", "POLICIES", "RKV", "TOVA", "EvictPolicy", "Full", "KVPolicy", "KeyDiff", "Knorm", "Random", "SnapKV",
+    "Streaming", "build_policy",
+]  # fmt: skip
 
 
 def build_policy(policy: str = "full", **settings: Any) -> KVPolicy:

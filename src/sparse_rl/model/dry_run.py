@@ -45,6 +45,16 @@ class AttentionShape:
         """Key, value and position of one token in every layer and KV head."""
         return self.num_layers * self.num_kv_heads * (2 * self.head_dim * self.dtype.itemsize + 4)
 
+    @property
+    def precise(self) -> torch.dtype:
+        """What scales and scores are held in."""
+        return torch.float64 if self.dtype == torch.float64 else torch.float32
+
+    @property
+    def score_bytes(self) -> int:
+        """One number for each entry of a token in every layer and KV head."""
+        return self.num_layers * self.num_kv_heads * self.precise.itemsize
+
     def query_bytes(self, num_queries: int) -> int:
         """The remembered queries of one sequence."""
         return self.num_layers * num_queries * self.num_heads * self.head_dim * self.dtype.itemsize

@@ -143,7 +143,7 @@ class Plan:
 
     @property
     def page_bytes(self) -> int:
-        return self.run.page_size * self.size.attention.entry_bytes
+        return self.run.page_size * self.run.kv.entry_bytes(self.size.attention)
 
     @property
     def rows_in_flight(self) -> int:
@@ -165,7 +165,7 @@ def make_plan(size: ModelSize, run: Run, device: Device) -> Plan:
         used = sum(line.bytes for line in (*resident, *state) if line.where == "device" and "rollout" in line.stages)
         free = device.memory - used - sum(line.bytes for line in outside if line.name == "CUDA context")
         spare = free - int(GPU_RESERVE * device.memory) if device.cuda else int(HOST_SHARE * free)
-        pages = min(wanted, max(spare // (run.page_size * size.attention.entry_bytes), pages_a_row))
+        pages = min(wanted, max(spare // (run.page_size * run.kv.entry_bytes(size.attention)), pages_a_row))
     phases = (*_rollout(size, run, device), *_learning(size, run, device), *outside)
 
     def plan(*, pool_stays: bool) -> Plan:
@@ -242,7 +242,7 @@ def _longest(size: ModelSize, run: Run) -> Sequence:
 
 
 def _pool(size: ModelSize, run: Run, pages: int, stays: bool) -> Footprint:
-    shape = size.attention
+    entry_bytes = run.kv.entry_bytes(size.attention)
     held = f"to {run.length:,} tokens a row"
     if isinstance(run.kv, EvictPolicy):
         held = f"{run.kv.budget} + {run.kv.interval} entries a row"
@@ -250,9 +250,9 @@ def _pool(size: ModelSize, run: Run, pages: int, stays: bool) -> Footprint:
         held += "" if stays or not run.bounded else "; given back for learning"
     return Footprint(
         name="KV pool",
-        bytes=(pages + 1) * run.page_size * shape.entry_bytes,  # and the page that is nobody's
+        bytes=(pages + 1) * run.page_size * entry_bytes,  # and the page that is nobody's
         stages=ALWAYS if stays else ("rollout",),
-        formula=f"{pages + 1:,} pages x {run.page_size} entries x {shape.entry_bytes:,}: {held}",
+        formula=f"{pages + 1:,} pages x {run.page_size} entries x {entry_bytes:,}: {held}",
     )
 
 
@@ -305,9 +305,9 @@ def _rollout(size: ModelSize, run: Run, device: Device) -> list[Footprint]:
         lines.append(
             Footprint(
                 name="compression",
-                bytes=32 * entries,
+                bytes=32 * entries + rows * shape.query_bytes(run.kv.num_queries),
                 stages=("rollout",),
-                formula=f"{entries:,} entries of all layers and KV heads x 32: scores, positions, slots",
+                formula=f"{entries:,} entries of all layers and KV heads x 32: scores, positions, slots; the rows' queries",
             )
         )
     return lines

@@ -224,7 +224,7 @@ class Engine:
 
     @property
     def _page_bytes(self) -> int:
-        return self.config.page_size * self.loaded.shape.entry_bytes
+        return self.config.page_size * self.kv.entry_bytes(self.loaded.shape)
 
     def _prompt(self, prompt: Prompt | str | SequenceOf[int], index: int) -> Prompt:
         if isinstance(prompt, str):
@@ -315,6 +315,7 @@ class Engine:
                     page_size=self.config.page_size,
                     num_rows=self.config.rows,
                     num_queries=self.kv.num_queries,
+                    keeps_score=self.kv.keeps_score,
                 )
             self.cache.resume(num_pages)
         except (RuntimeError, MemoryError) as error:

@@ -275,7 +275,7 @@ class Loop:
         num_tokens = len(sequence.token_ids)
         contexts = range(sequence.prompt_len + 1, sequence.prompt_len + num_tokens)  # of the decode steps
         peak = max(sequence.prompt_len, *sequence.held, 0)
-        page_bytes = self.scheduler.pool.page_size * self.shape.entry_bytes
+        page_bytes = self.scheduler.pool.page_size * self.policy.entry_bytes(self.shape)
         return Rollout(
             prompt=self.prompts[sequence.prompt_idx],
             sample=sequence.request % self.sampling.n,

@@ -120,8 +120,8 @@ class Runner:
     def _compress(self, items: SequenceOf[Sequence | HeldPrompt], queries_LBWHD: torch.Tensor) -> None:
         assert isinstance(self.policy, EvictPolicy)
         counts = [min(item.num_entries, self.policy.target(item.prompt_len)) for item in items]
-        lengths_B, contexts_B, prompt_lens_B = self._ints(
-            [[item.num_entries, item.seen, item.prompt_len] for item in items]
+        lengths_B, contexts_B, prompt_lens_B, cut_B = self._ints(
+            [[item.num_entries, item.seen, item.prompt_len, item.num_cut] for item in items]
         ).T
         kept = compress(
             self.cache,
@@ -132,9 +132,11 @@ class Runner:
             prompt_lens_B=prompt_lens_B,
             queries_LBWHD=queries_LBWHD,
             max_count=max(counts),
+            cut_B=cut_B,
             record=self.record_kept,
         )
         for i, item in enumerate(items):
+            item.num_cut = counts[i]
             item.compressed_at.append(item.seen - item.prompt_len)
             if kept is not None:
                 item.kept_positions.append(kept[:, i, :, : counts[i]].clone())

@@ -236,6 +236,7 @@ class Scheduler:
         prompt.num_pending -= 1
         self.pending[prompt.prompt_idx] -= 1
         sequence.num_entries = prompt.num_entries
+        sequence.num_cut = prompt.num_cut
         sequence.num_drawn = 1
         self._run(sequence)
         return Start(sequence, prompt, sources, targets)
