@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import sparse_rl
-from sparse_rl.kv import RKV, Full, KVPolicy, SnapKV, Streaming
+from sparse_rl.kv import RKV, Full, KVPolicy, SnapKV, Streaming, build_policy
 from sparse_rl.kv.sparse_cache import PAGE_SIZE, SparseCache
 from sparse_rl.rollout import Engine, EngineConfig, Sampling
 
@@ -49,6 +49,13 @@ POLICIES = [
     RKV(budget=24, interval=9, window=6, sinks=1),
     RKV(budget=24, interval=5, order="score"),
     SnapKV(budget=16, interval=5, window=3, protect_prompt=True),
+    SnapKV(budget=20, interval=6, window=4, index="shared"),
+    build_policy("random", budget=16, interval=6, recent=2),
+    build_policy("knorm", budget=16, interval=6),
+    build_policy("keydiff", budget=16, interval=6),
+    build_policy("tova", budget=16, interval=6),
+    build_policy("h2o", budget=16, interval=6, window=8, recent=4),
+    build_policy("gkv", budget=20, interval=6, window=4),
 ]
 
 

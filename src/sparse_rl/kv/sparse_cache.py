@@ -59,6 +59,7 @@ class SparseCache(Cache):
         self.prompt_lens: list[int] = []
         self.contexts: list[int] = []  # tokens seen of each row
         self.entries: list[int] = []  # held of each row
+        self.cut: list[int] = []  # entries that each row's last cut left, 0 before its first
         self.num_compressions: list[int] = []
         self.next_layer = 0
         self.handed: int | None = None  # a layer whose keys are on their way to our attention
@@ -109,7 +110,7 @@ class SparseCache(Cache):
         rows = [int(row) for row in beam_idx]
         self.pool.copy_pages(*([page for row in order for page in self._pages(row)] for order in (rows, self._rows)))
         self.pool.queries[:, : len(rows)] = self.pool.queries[:, beam_idx.to(self.pool.queries.device)]
-        for counts in (self.prompt_lens, self.contexts, self.entries, self.num_compressions):
+        for counts in (self.prompt_lens, self.contexts, self.entries, self.cut, self.num_compressions):
             counts[:] = [counts[row] for row in rows]
 
     def crop(self, *args: Any, **kwargs: Any) -> Never:
@@ -142,7 +143,7 @@ class SparseCache(Cache):
     def __deepcopy__(self, memo: dict[int, Any]) -> SparseCache:
         """A cache that goes its own way, as prompts used several times want it."""
         twin = copy.copy(self)
-        for name in ("prompt_lens", "contexts", "entries", "num_compressions"):
+        for name in ("prompt_lens", "contexts", "entries", "cut", "num_compressions"):
             setattr(twin, name, list(getattr(self, name)))
         if self.pool is not None:
             twin.pool = self._new_pool(self.pool.shape)  # by itself: kernels find pages by their address
@@ -153,9 +154,8 @@ class SparseCache(Cache):
 
     @property
     def num_bytes(self) -> int:
-        """What is held: keys, values, positions and the last queries."""
-        pool = self.pool
-        return 0 if pool is None else sum(t.nbytes for t in (pool.k, pool.v, pool.positions, pool.queries))
+        """What is held: keys, values, positions, scores if there are any, and the last queries."""
+        return 0 if self.pool is None else sum(t.nbytes for t in (*self.pool.pools, self.pool.queries))
 
     def positions(self, row: int) -> torch.Tensor:
         """Which tokens a row holds, L K S, as positions in its text without padding."""
@@ -253,7 +253,7 @@ class SparseCache(Cache):
         if not self.valid_BT[:, -1].all() or (np.diff(self.valid_BT.astype(int), axis=1) < 0).any():
             raise ValueError("a prompt is empty or not padded on its left; use padding_side='left'.")
         self.prompt_lens = [int(n) for n in self.valid_BT.sum(axis=1)]
-        self.contexts, self.entries, self.num_compressions = ([0] * batch for _ in range(3))
+        self.contexts, self.entries, self.cut, self.num_compressions = ([0] * batch for _ in range(4))
         self.width = -(-max(self.prompt_lens) // PAGE_SIZE)
         shape = AttentionShape(
             num_heads=num_heads,
@@ -327,8 +327,8 @@ class SparseCache(Cache):
         device = self.pool.shape.device
         targets = [self._target(policy, row) for row in rows]
         width = -(-max(self.entries[row] for row in rows) // PAGE_SIZE)
-        counts = np.array([[self.entries[row], self.contexts[row], self.prompt_lens[row]] for row in rows]).T
-        lengths_B, contexts_B, prompt_lens_B = to_device(counts, device)
+        known = (self.entries, self.contexts, self.prompt_lens, self.cut)
+        lengths_B, contexts_B, prompt_lens_B, cut_B = to_device([[of[row] for row in rows] for of in known], device)
         compress(
             self.pool,
             policy,
@@ -338,9 +338,10 @@ class SparseCache(Cache):
             prompt_lens_B=prompt_lens_B,
             queries_LBWHD=self.pool.queries[:, to_device(rows, device)],
             max_count=max(targets),
+            cut_B=cut_B,
         )
         for row, target in zip(rows, targets, strict=True):
-            self.entries[row] = target
+            self.entries[row] = self.cut[row] = target
             self.num_compressions[row] += 1
 
     # Pages: each row has `width` of them, one after the other.
@@ -379,4 +380,5 @@ class SparseCache(Cache):
             page_size=PAGE_SIZE,
             num_rows=len(self.prompt_lens),
             num_queries=self.policy.num_queries,
+            keeps_score=self.policy.keeps_score,
         )
