@@ -190,8 +190,8 @@ def test_entries_a_window_layer_can_still_see_are_live(tiny, prompts, monkeypatc
 @pytest.mark.parametrize(("order", "chunks"), [("position", 1), ("score", 4)])
 def test_kernels_that_copy_nothing_compress_all_rows_at_once(order, chunks, tiny, monkeypatch):
     policy = RKV(budget=16, interval=8, order=order)
-    monkeypatch.setattr(runner, "use_triton", lambda x: True)
-    monkeypatch.setattr(runner, "COMPRESS_ENTRIES", 2 * 4 * 24)
+    monkeypatch.setattr("sparse_rl.kv.compress.use_triton", lambda x: True)
+    monkeypatch.setattr("sparse_rl.kv.compress.COPIED_ENTRIES", 2 * 4 * 24)
     cache = SimpleNamespace(k=None, shape=SimpleNamespace(num_layers=4))
     few = SimpleNamespace(policy=policy, cache=cache)
     items = [SimpleNamespace(num_entries=24) for _ in range(8)]
@@ -207,5 +207,5 @@ def test_many_rows_are_compressed_in_chunks(tiny, prompts, monkeypatch):
         return [(r.token_ids.tolist(), r.kv) for r in rollouts]
 
     expected = run()
-    monkeypatch.setattr(runner, "COMPRESS_ENTRIES", 2 * 4 * 30)  # two rows of four layers at a time
+    monkeypatch.setattr("sparse_rl.kv.compress.COPIED_ENTRIES", 2 * 4 * 30)  # two rows of four layers at a time
     assert run() == expected

@@ -9,9 +9,19 @@ from __future__ import annotations
 
 import torch
 
+from sparse_rl.kernels.backend import use_triton
 from sparse_rl.kernels.decode import gather_pages_ref
 from sparse_rl.kv.cache import PagedCache
 from sparse_rl.kv.policy import Entries, EvictPolicy
+
+COPIED_ENTRIES = 1 << 19  # slots of all layers cut at once where copies of them are made, as the references do
+
+
+def rows_at_once(cache: PagedCache, policy: EvictPolicy, lengths: list[int]) -> int:
+    """How many of the rows to cut in one call, so that copies stay small."""
+    if lengths and (policy.copies or not use_triton(cache.k)):
+        return max(1, COPIED_ENTRIES // (max(lengths) * cache.shape.num_layers))
+    return max(1, len(lengths))
 
 
 @torch.profiler.record_function("compaction")

@@ -8,9 +8,8 @@ from typing import TypeVar
 
 import torch
 
-from sparse_rl.kernels.backend import use_triton
 from sparse_rl.kv.cache import PrefillStep, Saved, to_device
-from sparse_rl.kv.compress import compress
+from sparse_rl.kv.compress import compress, rows_at_once
 from sparse_rl.kv.policy import EvictPolicy, KVPolicy
 from sparse_rl.model.attention import packed_positions
 from sparse_rl.rollout.decoder import Decoder
@@ -21,8 +20,6 @@ from sparse_rl.types import Prompt
 
 T = TypeVar("T")
 Item = TypeVar("Item", Sequence, HeldPrompt)
-
-COMPRESS_ENTRIES = 1 << 19  # slots of all layers cut at once where copies of them are made, as the references do
 
 
 class Runner:
@@ -145,11 +142,8 @@ class Runner:
                 item.kept_positions.append(kept[:, i, :, : counts[i]].clone())
 
     def _chunks(self, items: list[Item]) -> list[list[Item]]:
-        size = max(1, len(items))
         assert isinstance(self.policy, EvictPolicy)
-        if items and (self.policy.copies or not use_triton(self.cache.k)):
-            largest = max(item.num_entries for item in items)
-            size = max(1, COMPRESS_ENTRIES // (largest * self.cache.shape.num_layers))
+        size = rows_at_once(self.cache, self.policy, [item.num_entries for item in items])
         return [items[start : start + size] for start in range(0, len(items), size)]
 
     def _pages(self, items: SequenceOf[Sequence | HeldPrompt]) -> torch.Tensor:
