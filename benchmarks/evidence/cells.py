@@ -76,7 +76,7 @@ LONG = Testbed(
     problems=512,
 )
 # A few minutes on a CPU: for trying the scripts, never for evidence.
-TRIAL = Testbed(name="trial", updates=2, prompts=2, n=4, sweep=(22, 45, 67), problems=8)
+TRIAL = Testbed(name="trial", updates=2, prompts=4, n=4, sweep=(22, 45, 67), problems=8)
 TESTBEDS = {bed.name: bed for bed in (SHORT, LONG, TRIAL)}
 
 
@@ -84,7 +84,7 @@ TESTBEDS = {bed.name: bed for bed in (SHORT, LONG, TRIAL)}
 class Cell:
     name: str
     part: str
-    work: str  # a function of work.py or full_step.py
+    work: str  # a function of work.py, timing.py (part e) or real.py (SmolLM2)
     settings: dict[str, Any] = field(default_factory=dict)
     needs: tuple[str, ...] = ()  # cells whose model it starts from
     alone: bool = False  # nothing else may run beside it: it measures time or memory

@@ -8,6 +8,7 @@ CUDA context cost as much as a cell. What is done is in the results and is not d
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib
 import multiprocessing
 import os
@@ -164,15 +165,18 @@ def _worker(connection: Connection, device: str, models: Path) -> None:
             return
         began = time.monotonic()
         try:
-            module = importlib.import_module("timing" if cell.part == "e" else "work")
+            module = importlib.import_module({"e": "timing", "smollm2": "real"}.get(cell.part, "work"))
             results = getattr(module, cell.work)(cell, device, models)
             record = {"cell": cell.name, "part": cell.part, **about, "settings": cell.settings, "results": results}
             record["seconds"] = round(time.monotonic() - began, 1)
         except Exception:  # the next cell may fare better
             record = {"error": traceback.format_exc()[-2000:]}
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()  # others need it
         connection.send(record)
 
 
 def _makers() -> list[Callable[[Testbed], list[Cell]]]:
     """Every part's cells, for --only and for what a cell needs."""
-    return [importlib.import_module(f"part_{part}").cells for part in "abcdef"]
+    return [importlib.import_module(f"part_{part}").cells for part in PARTS[1:]]

@@ -10,10 +10,10 @@ import importlib
 import sys
 
 from cells import warm_cells
-from pool import main
+from pool import PARTS, main
 
 if __name__ == "__main__":
-    names = [word for word in sys.argv[1:] if word in ("warm", *"abcdf")]
+    names = [word for word in sys.argv[1:] if word in PARTS]
     sys.argv = [sys.argv[0], *(word for word in sys.argv[1:] if word not in names)]
     makers = {name: warm_cells if name == "warm" else importlib.import_module(f"part_{name}").cells for name in names}
     main(makers, __doc__)

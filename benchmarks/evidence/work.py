@@ -6,6 +6,7 @@ Every function takes the cell, the device and the folder of models, and returns 
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
@@ -49,8 +50,6 @@ ROWS = 1024
 
 def warm(cell: Cell, device: str, models: Path) -> dict[str, Any]:
     """The testbed's model, by the repository's own script."""
-    import json
-
     folder = models / cell.name
     script = HERE.parents[1] / "scripts" / "pretrain_chain.py"
     command = [sys.executable, str(script), str(folder), *cell.settings["testbed"]["warm"], "--device", device]
@@ -120,7 +119,7 @@ def matrix(cell: Cell, device: str, models: Path) -> dict[str, Any]:
     for name in cell.settings["policies"]:
         for budget in cell.settings["budgets"]:
             found[f"{name}:{budget}"] = accuracy(loaded, task, policy_of(name, budget, bed), bed)
-    return found
+    return {"matrix": found}
 
 
 @torch.no_grad()
