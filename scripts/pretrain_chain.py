@@ -80,7 +80,8 @@ def accuracy(model: LlamaForCausalLM, task: Chain, hidden: int, count: int = 512
     copy = build(hidden, NAME).to(model.device).eval()
     copy.load_state_dict(model.state_dict())
     tokenizer = chain_tokenizer()
-    engine = Engine(LoadedModel(model=copy, tokenizer=tokenizer, shape=dry_run(copy)), config=EngineConfig(rows=count, compile=False))
+    loaded = LoadedModel(model=copy, tokenizer=tokenizer, shape=dry_run(copy))
+    engine = Engine(loaded, config=EngineConfig(rows=count, compile=False))
     rollouts = engine.generate(task.held_out(count), Sampling(max_tokens=task.chain_len + 16))
     texts = [str(tokenizer.decode(rollout.token_ids, skip_special_tokens=True)) for rollout in rollouts]
     return sum(right_answer(texts, [rollout.prompt.columns["answer"] for rollout in rollouts])) / count
@@ -99,6 +100,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--tokens", type=int, help="of a batch, at most; longer chains then come in smaller batches")
     parser.add_argument("--ramp", type=int, default=1500, help="updates over which chains grow to their full length")
+    parser.add_argument("--every", type=int, default=250, help="updates between two looks at the accuracy")
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda")
@@ -134,7 +136,7 @@ def main() -> None:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         step += 1
-        if step % 250 == 0:
+        if step % args.every == 0:
             if step > args.ramp:
                 reached = accuracy(model, task, args.hidden)
             print(f"step {step} loss {loss.item():.4f} accuracy {reached:.3f} {time.time() - began:.0f} s", flush=True)

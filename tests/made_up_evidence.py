@@ -23,7 +23,15 @@ def record(cell: str, part: str, settings: dict[str, Any], results: dict[str, An
 
 
 def run(
-    bed: str, arm: str, budget: int, seed: int, dense: float, *, policy: str | None = None, saved: float = 0.5, **more: Any
+    bed: str,
+    arm: str,
+    budget: int,
+    seed: int,
+    dense: float,
+    *,
+    policy: str | None = None,
+    saved: float = 0.5,
+    **more: Any,
 ) -> dict[str, Any]:
     """A training run that ends at this dense accuracy."""
     kv = policy or ("full" if arm == "dense" else "rkv")

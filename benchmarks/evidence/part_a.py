@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Part a: which correction learns? Eight arms x three budgets x three seeds.
 
-    python benchmarks/evidence/part_a.py --testbed short
-    python benchmarks/evidence/part_a.py --only short-naive-45-s0
+python benchmarks/evidence/part_a.py --testbed short
+python benchmarks/evidence/part_a.py --only short-naive-45-s0
 """
 
 from __future__ import annotations

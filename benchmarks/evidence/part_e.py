@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Part e: where time and memory go, dense against sparse, at three lengths (Qwen2.5-1.5B's shape, random weights).
 
-    python benchmarks/evidence/part_e.py --jobs 1
-    python benchmarks/evidence/part_e.py --jobs 1 --only qwen2.5-1.5b-sparse-2048
+python benchmarks/evidence/part_e.py --jobs 1
+python benchmarks/evidence/part_e.py --jobs 1 --only qwen2.5-1.5b-sparse-2048
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pool import main
 RESPONSES = (2048, 8192, 16384)
 SETTINGS = {
     "shape": "qwen2.5-1.5b",
-    "sequences": 64,
+    "sequences": 32,
     "prompt": 128,
     "interval": 128,
     "max_tokens": 16512,

@@ -3,8 +3,8 @@
 
     python benchmarks/evidence/part_f.py --testbed short
 
-One update a rollout is part a's. The four share a rollout batch, a quarter each, at the same learning rate; `dense` with
-four is what staleness does alone.
+One update a rollout is part a's. The four share a rollout batch, a quarter each, at the same learning rate; what
+staleness does alone is `dense` with four.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SmolLM2-135M-Instruct on word problems, after a supervised warm start: dense, naive and sparse_rl, and part c's matrix.
+"""SmolLM2-135M-Instruct on word problems, after a supervised warm start: three arms and part c's matrix.
 
     python scripts/word_problems.py DATA data/words --warm-only gsm8k
     python benchmarks/evidence/part_smollm2.py --jobs 3

@@ -121,7 +121,9 @@ def run(cells: list[Cell], args: argparse.Namespace) -> list[str]:
     for connection, (process, _) in workers.items():
         connection.close()
         process.join(timeout=20)
-    print(f"{finished} cells in {time.monotonic() - began:.0f} s, {len(failed)} failed, {len(waiting)} left", flush=True)
+    print(
+        f"{finished} cells in {time.monotonic() - began:.0f} s, {len(failed)} failed, {len(waiting)} left", flush=True
+    )
     return failed
 
 

@@ -16,14 +16,14 @@ from cells import HERE, Cell
 from work import CURVES, mismatch, rounded
 
 sys.path.insert(0, str(HERE.parent))
-import smollm2  # noqa: E402 - a script beside this folder
+import smollm2
 
-from sparse_rl.evaluate import EvalConfig, evaluate  # noqa: E402
-from sparse_rl.kv import Full, KVPolicy, build_policy  # noqa: E402
-from sparse_rl.metrics import read_log  # noqa: E402
-from sparse_rl.objective.mismatch import overlap_ids  # noqa: E402
-from sparse_rl.rollout import Engine, EngineConfig, Sampling  # noqa: E402
-from sparse_rl.types import kv_saved_frac  # noqa: E402
+from sparse_rl.evaluate import EvalConfig, evaluate
+from sparse_rl.kv import Full, KVPolicy, build_policy
+from sparse_rl.metrics import read_log
+from sparse_rl.objective.mismatch import overlap_ids
+from sparse_rl.rollout import Engine, EngineConfig, Sampling
+from sparse_rl.types import kv_saved_frac
 
 POLICIES = ("rkv", "snapkv", "streaming")
 SECOND = 0.75  # the matrix's other budget, of the first

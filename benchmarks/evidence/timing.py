@@ -16,26 +16,26 @@ import torch
 from cells import HERE, Cell
 
 sys.path.insert(0, str(HERE.parent))
-from full_step import GROUP, make_learner, roll_out  # noqa: E402 - a script beside this folder
+from full_step import GROUP, make_learner, roll_out
 
-from sparse_rl.kv import RKV, Full  # noqa: E402
-from sparse_rl.model.shapes import random_model  # noqa: E402
-from sparse_rl.objective.advantage import advantages  # noqa: E402
-from sparse_rl.objective.correction import PRESETS, correct  # noqa: E402
-from sparse_rl.objective.loss import LossConfig  # noqa: E402
-from sparse_rl.objective.mismatch import diagnose  # noqa: E402
-from sparse_rl.rollout import EngineConfig  # noqa: E402
-from sparse_rl.rollout.memory import GuardedEngine  # noqa: E402
-from sparse_rl.score import score  # noqa: E402
-from sparse_rl.train.guards import Guards  # noqa: E402
-from sparse_rl.train.learner import Learner  # noqa: E402
-from sparse_rl.train.peaks import MemoryPeaks  # noqa: E402
-from sparse_rl.train.update import UpdateConfig, update  # noqa: E402
-from sparse_rl.types import Rollout, kv_saved_frac  # noqa: E402
+from sparse_rl.kv import RKV, Full
+from sparse_rl.model.shapes import random_model
+from sparse_rl.objective.advantage import advantages
+from sparse_rl.objective.correction import PRESETS, correct
+from sparse_rl.objective.loss import LossConfig
+from sparse_rl.objective.mismatch import diagnose
+from sparse_rl.rollout import EngineConfig
+from sparse_rl.rollout.memory import GuardedEngine
+from sparse_rl.score import score
+from sparse_rl.train.guards import Guards
+from sparse_rl.train.learner import Learner
+from sparse_rl.train.peaks import MemoryPeaks
+from sparse_rl.train.update import UpdateConfig, update
+from sparse_rl.types import Rollout, kv_saved_frac
 
 
 def step(cell: Cell, device: str, models: Path) -> dict[str, Any]:
-    """Rollout, scoring alone, and updates without correction, with it, and with scores first."""
+    """Rollout, a scoring pass of its own, and updates without and with correction."""
     torch.manual_seed(0)
     given, place = cell.settings, torch.device(device)
     args = Namespace(**given, lora=0, optimizer="adamw", offload=False)
@@ -65,10 +65,10 @@ def step(cell: Cell, device: str, models: Path) -> dict[str, Any]:
     found["score_s"] = clock(place) - began
     log_xi = torch.cat([d.dense_logprobs - r.sampler_logprobs for d, r in zip(dense, rollouts, strict=True)]).to(place)
     found["correct_s"] = correcting(log_xi, rollouts, place)
-    for name, preset, first in (("plain", "none", False), ("corrected", "reweight_only", False), ("first", "none", True)):
+    for name, preset in (("plain", "none"), ("corrected", "reweight_only")):
         began = clock(place)
         with peaks("update"):
-            learn(args, learner, rollouts, guards, preset, score_first=first)
+            learn(args, learner, rollouts, guards, preset)
         found[f"update_{name}_s"] = clock(place) - began
     bytes_ = {stage: int(peaks.bytes.get(f"memory/{stage}_peak_bytes", 0)) for stage in ("rollout", "update")}
     found |= {f"{stage}_peak_bytes": most for stage, most in bytes_.items()}
@@ -76,9 +76,7 @@ def step(cell: Cell, device: str, models: Path) -> dict[str, Any]:
     return {name: round(value, 4) if isinstance(value, float) else value for name, value in found.items()}
 
 
-def learn(
-    args: Namespace, learner: Learner, rollouts: list[Rollout], guards: Guards, preset: str, *, score_first: bool = False
-) -> None:
+def learn(args: Namespace, learner: Learner, rollouts: list[Rollout], guards: Guards, preset: str) -> None:
     """One update with drawn rewards."""
     groups = [i // GROUP for i in range(len(rollouts))]
     rewards = torch.randn(len(rollouts), dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -89,7 +87,7 @@ def learn(
         groups,
         PRESETS[preset],
         LossConfig(),
-        UpdateConfig(max_tokens=args.max_tokens, activations=args.activations, score_first=score_first),
+        UpdateConfig(max_tokens=args.max_tokens, activations=args.activations),
         temperature=1.0,
         max_length=args.response,
         generator=torch.Generator().manual_seed(0),

@@ -12,8 +12,19 @@ import pytest
 
 from sparse_rl.cli import main
 from sparse_rl.evaluate.statistics import Estimate
-from sparse_rl.report.evidence import STATISTICS, Case, Evidence, auc, cases, compare, interval, ratio, read_evidence
-from sparse_rl.report.evidence import survival, threshold
+from sparse_rl.report.evidence import (
+    STATISTICS,
+    Case,
+    Evidence,
+    auc,
+    cases,
+    compare,
+    interval,
+    ratio,
+    read_evidence,
+    survival,
+    threshold,
+)
 from sparse_rl.report.evidence_claims import FAILS, HOLDS, UNTESTED, tail_beats_mean, verdicts
 from sparse_rl.report.evidence_page import page
 
@@ -69,7 +80,9 @@ def test_extreme_budgets():
     assert state(mild, "Extreme") == UNTESTED  # 30 of 180 tokens is no extreme
 
 
-@pytest.mark.parametrize(("predicting", "expected"), [("overlap_p05", HOLDS), ("overlap_mean", FAILS), (None, UNTESTED)])
+@pytest.mark.parametrize(
+    ("predicting", "expected"), [("overlap_p05", HOLDS), ("overlap_mean", FAILS), (None, UNTESTED)]
+)
 def test_tail_against_mean(predicting, expected):
     """Runs of 24 settings; one statistic tells which fail, the others are random."""
     draw = random.Random(3)
@@ -136,7 +149,7 @@ def test_cases_join_runs_with_what_was_measured():
 
 def test_smollm2_reads_as_a_testbed(tmp_path):
     matrix = {"full": [0.4, 0.02], "rkv:64": [0.3, 0.02], "rkv:48": [0.2, 0.02]}
-    before = {name: 0.5 for name in STATISTICS} | {"first_veto": [], "rollouts": 4, "length": 90, "kv_saved": 0.4}
+    before = dict.fromkeys(STATISTICS, 0.5) | {"first_veto": [], "rollouts": 4, "length": 90, "kv_saved": 0.4}
     start = made_up.record("smollm2-start", "smollm2", {"seed": 0}, {"budget": 64, "matrix": matrix, "before": before})
     curves = made_up.run("x", "naive", 64, 0, 0.5)["results"]["curves"]
     own = {"budget": 64, "matrix": matrix | {"full": [0.55, 0.02]}, "curves": curves}

@@ -82,7 +82,7 @@ def naive_collapses(evidence: Evidence, testbed: str) -> Finding:
         states.append(compare(start, end))
         shown.append(f"{number(end)} at budget {budget}")
     state = HOLDS if "more" in states else FAILS if set(states) == {"no more"} else UNTESTED
-    return Finding(state, f"naive ends at {', '.join(shown)}; it starts at {number(start)}")
+    return _decided(state, f"naive ends at {', '.join(shown)}; it starts at {number(start)}")
 
 
 def within_three_percent(evidence: Evidence, testbed: str) -> Finding:
@@ -99,7 +99,7 @@ def within_three_percent(evidence: Evidence, testbed: str) -> Finding:
     if not states:
         return Finding(UNTESTED, f"no budget saves {100 * SAVED:.0f} %: {', '.join(shown)}")
     state = HOLDS if "above" in states else FAILS if set(states) == {"below"} else UNTESTED
-    return Finding(state, ", ".join(shown))
+    return _decided(state, ", ".join(shown))
 
 
 def both_needed(evidence: Evidence, testbed: str) -> Finding:
@@ -120,7 +120,7 @@ def both_needed(evidence: Evidence, testbed: str) -> Finding:
     if not states:
         return Finding(UNTESTED, "naive is nowhere clearly below dense: there is nothing to correct")
     state = HOLDS if "both" in states else FAILS if set(states) == {"one"} else UNTESTED
-    return Finding(state, "; ".join(shown))
+    return _decided(state, "; ".join(shown))
 
 
 def sparse_trained_wins(evidence: Evidence, testbed: str) -> Finding:
@@ -139,7 +139,7 @@ def sparse_trained_wins(evidence: Evidence, testbed: str) -> Finding:
     state = FAILS if set(states) == {"no more"} else UNTESTED
     if "more" in states and "no more" not in states:
         state = HOLDS
-    return Finding(state, "; ".join(shown))
+    return _decided(state, "; ".join(shown))
 
 
 def extremes_fail(evidence: Evidence, testbed: str) -> Finding:
@@ -153,7 +153,7 @@ def extremes_fail(evidence: Evidence, testbed: str) -> Finding:
         return Finding(UNTESTED, f"the smallest budget, {least}, is {least / length:.2f} of the mean length")
     kept = ratio(end, dense)
     state = {"below": HOLDS, "above": FAILS}.get(_against(kept), UNTESTED)
-    return Finding(state, f"at budget {least} of {length:.0f} tokens sparse_rl ends at {share(kept)} of dense")
+    return _decided(state, f"at budget {least} of {length:.0f} tokens sparse_rl ends at {share(kept)} of dense")
 
 
 def tail_beats_mean(evidence: Evidence) -> Finding:
@@ -171,7 +171,7 @@ def tail_beats_mean(evidence: Evidence) -> Finding:
         shown.append(f"{label} {auc(found, name):.2f} ({low:+.2f} to {high:+.2f} against the mean)")
     low, high = bounds["overlap_p05"]
     state = HOLDS if low > 0 else FAILS if high < TAIL_MARGIN else UNTESTED
-    return Finding(state, f"{failed} of {len(found)} naive runs lose accuracy; AUC: {', '.join(shown)}")
+    return _decided(state, f"{failed} of {len(found)} naive runs lose accuracy; AUC: {', '.join(shown)}")
 
 
 def _lead(name: str, found: list[Case]) -> float:
@@ -195,6 +195,11 @@ def _against(kept: Estimate) -> str:
     if kept.mean - CLEAR * kept.se >= CLOSE:
         return "above"
     return "below" if kept.mean + CLEAR * kept.se < CLOSE else "unclear"
+
+
+def _decided(state: str, numbers: str) -> Finding:
+    """With the numbers complete, neither verdict means that they are too close to call."""
+    return Finding(state, numbers if state != UNTESTED else f"too close to call: {numbers}")
 
 
 def _missing(what: str, found: Estimate) -> Finding:

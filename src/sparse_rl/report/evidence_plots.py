@@ -17,7 +17,12 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 LOOKS = dict(zip(ARMS, looks(len(ARMS)), strict=True))
-STAGES = {"rollout_s": "rollout", "update_plain_s": "update", "extra": "what correcting adds", "first": "scoring first"}
+STAGES = {
+    "rollout_s": "rollout",
+    "update_plain_s": "update",
+    "extra": "what correcting adds",
+    "score_s": "scoring first",
+}
 
 
 def draw(evidence: Evidence, folder: Path) -> list[str]:
@@ -57,7 +62,7 @@ def _arms(figure: Figure, evidence: Evidence, bed: str) -> bool:
             colour, marker = LOOKS[arm]
             ends = [evidence.end(bed, arm, budget, cache) for budget in budgets]
             places = [x + (i - 3) * 0.1 for x in range(len(budgets))]
-            shown |= _points(panel, places, ends, color=colour, marker=marker, ls="", label=arm)
+            shown |= _points(panel, places, ends, color=colour, marker=marker, ls="", markersize=6, label=arm)
         if cache == "dense":
             for label, found, dash in (
                 ("dense", evidence.end(bed, "dense", 0), "-"),
@@ -68,7 +73,14 @@ def _arms(figure: Figure, evidence: Evidence, bed: str) -> bool:
         panel.set_xticks(range(len(budgets)), [f"budget {budget}" for budget in budgets])
         panel.set_xlim(-0.5, len(budgets) - 0.5)
         panel.set_ylim(0, 1)
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower left", ncols=5)
+    figure.legend(
+        *panels[0].get_legend_handles_labels(),
+        loc="outside lower left",
+        ncols=9,
+        columnspacing=0.7,
+        handletextpad=0.2,
+        fontsize=9,
+    )
     return shown
 
 
@@ -106,7 +118,9 @@ def _lengths(figure: Figure, evidence: Evidence, bed: str) -> bool:
             continue
         shown = True
         steps = [0, *places, length]
-        panel.step(steps, [i / total for i in range(len(places) + 1)] + [len(places) / total], color=colour, where="post")
+        panel.step(
+            steps, [i / total for i in range(len(places) + 1)] + [len(places) / total], color=colour, where="post"
+        )
         hazard = -math.log(max(1 - len(places) / total, 0.5 / total)) / length
         grid = [length * i / 50 for i in range(51)]
         panel.plot(grid, [1 - math.exp(-hazard * x) for x in grid], color=colour, ls=":", lw=1)
@@ -129,7 +143,7 @@ def _matrix(figure: Figure, evidence: Evidence, bed: str) -> bool:
             found = [evidence.under(bed, arm, at, cache) for cache in caches]
             places = [x + (i - 1.5) * 0.15 for x in range(len(caches))]
             label = "before training" if arm == "start" else f"{arm}-trained"
-            shown |= _points(panel, places, found, color=colour, marker=marker, ls="", label=label)
+            shown |= _points(panel, places, found, color=colour, marker=marker, ls="", markersize=6, label=label)
         panel.set_xticks(range(len(caches)), caches)
         panel.set_title(f"Accuracy by cache, trained at {budget} (± 1 s.e.)")
         panel.set_ylim(0, 1)
@@ -149,7 +163,9 @@ def _predictors(figure: Figure, evidence: Evidence) -> bool:
             panel.plot(x, y, color=colour, marker=marker, ls="", alpha=0.7, label=bed)
         panel.axhline(-DROP, color=INK, ls=":", lw=1)
         panel.set_xlabel(label)
-    figure.suptitle("Change of dense accuracy in naive runs, by what was measured before", x=0.01, ha="left", fontsize=11)
+    figure.suptitle(
+        "Change of dense accuracy in naive runs, by what was measured before", x=0.01, ha="left", fontsize=11
+    )
     if beds:
         figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower left", ncols=4)
     return bool(found)
@@ -171,7 +187,7 @@ def _times(figure: Figure, evidence: Evidence) -> bool:
         panel.set_title(title)
         panel.invert_yaxis()
         panel.grid(axis="y", visible=False)
-        panel.legend(fontsize=8)
+        panel.legend(fontsize=8, loc="lower left", bbox_to_anchor=(0.0, -0.3), ncols=4)
     return bool(records)
 
 
@@ -179,8 +195,6 @@ def _stage(found: dict[str, float], stage: str) -> float:
     """Seconds; what correcting adds is the corrected update less the plain one."""
     if stage == "extra":
         return max(0.0, found["update_corrected_s"] - found["update_plain_s"])
-    if stage == "first":
-        return max(0.0, found["update_first_s"] - found["update_plain_s"])
     return found[stage]
 
 
