@@ -215,11 +215,9 @@ def policy_of(name: str, budget: int, bed: dict[str, Any]) -> KVPolicy:
 
 
 def save(loaded: LoadedModel, folder: Path) -> None:
-    """In bf16, which is what is evaluated later."""
     shutil.rmtree(folder, ignore_errors=True)
     loaded.tokenizer.save_pretrained(folder)
-    state = {name: tensor.to(torch.bfloat16) for name, tensor in loaded.model.state_dict().items()}
-    loaded.model.save_pretrained(folder, state_dict=state)
+    loaded.model.save_pretrained(folder)
 
 
 def rounded(value: float | None) -> float | None:

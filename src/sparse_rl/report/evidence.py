@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The raw results of benchmarks/evidence read back, and what they come to over seeds.
 
-A record is one cell: `{"cell": "short-naive-45-s0", "part": "a", "settings": {...}, "results": {...}, ...}`. Of two with
+A record is one cell: {"cell": "short-naive-45-s0", "part": "a", "settings": {...}, "results": {...}, ...}. Of two with
 one name the later counts. Nothing is made up: what was not measured is an estimate of no values.
 """
 
@@ -12,6 +12,7 @@ import math
 import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -89,7 +90,8 @@ class Evidence:
         """Accuracy before training, dense cache; its error is over problems."""
         for record in self.before(testbed, "full", 0):
             if record["results"]["accuracy"]:
-                return Estimate(*record["results"]["accuracy"]["dense"], 1)
+                mean, se = record["results"]["accuracy"]["dense"]
+                return Estimate(mean, se, 1)
         return self.under(testbed, "start", 0, "full")
 
     def end(self, testbed: str, arm: str, budget: int, cache: str = "dense", **which: Any) -> Estimate:
@@ -106,7 +108,9 @@ class Evidence:
         found = [r for r in self.records if "matrix" in r["results"] and _bed(r) == testbed]
         found = [r for r in found if (r["settings"]["arm"], r["settings"]["trained_at"]) == (arm, trained_at)]
         values = [r["results"]["matrix"][cache] for r in found if cache in r["results"]["matrix"]]
-        return Estimate(*values[0], 1) if arm == "start" and values else estimate(value for value, _ in values)
+        if arm == "start" and values:
+            return Estimate(values[0][0], values[0][1], 1)
+        return estimate(value for value, _ in values)
 
 
 def read_evidence(folder: Path) -> Evidence:
@@ -185,7 +189,7 @@ def threshold(found: Sequence[Case], name: str) -> tuple[float, float]:
     sign = STATISTICS[name][1]
     values = sorted({case.known[name] for case in found})
     best = (math.nan, 0.0)
-    for low, high in zip(values, values[1:], strict=False):
+    for low, high in pairwise(values):
         cut = (low + high) / 2
         warned = [sign * case.known[name] > sign * cut for case in found]
         rates = []

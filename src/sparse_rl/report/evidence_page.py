@@ -36,9 +36,9 @@ ABOUT = """Do the papers' claims hold on models that train here? Every number be
     sparse-rl report --evidence {results} --output {output}
 
 and any cell is run again by `python benchmarks/evidence/part_X.py --only CELL` (`--list` names them). ± is one standard
-error over seeds ({seeds} where nothing else is said); accuracy is that of samples at temperature 1 on held-out problems;
-"dense" and "sparse" accuracy are those of the same weights with the dense cache and with the cache of the rollouts; KV
-saved is 1 - entries held / entries a dense cache would hold, over decode steps."""
+error over seeds ({seeds} where nothing else is said). Accuracy is that of samples at temperature 1 on held-out
+problems; "dense" and "sparse" accuracy are those of the same weights with the dense cache and with the cache of the
+rollouts. KV saved is 1 - entries held / entries a dense cache would hold, over decode steps."""
 
 
 def write_evidence(results: Path, output: Path) -> None:

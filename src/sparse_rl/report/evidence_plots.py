@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sparse_rl.evaluate.statistics import Estimate
 from sparse_rl.report.evidence import ARMS, DROP, STATISTICS, Evidence, cases, survival
@@ -21,7 +21,7 @@ STAGES = {
     "rollout_s": "rollout",
     "update_plain_s": "update",
     "extra": "what correcting adds",
-    "score_s": "scoring first",
+    "score_s": "a scoring pass, where it comes first",
 }
 
 
@@ -198,7 +198,7 @@ def _stage(found: dict[str, float], stage: str) -> float:
     return found[stage]
 
 
-def _points(panel: Axes, places: list[float], found: list[Estimate], **look: object) -> bool:
+def _points(panel: Axes, places: list[float], found: list[Estimate], **look: Any) -> bool:
     """Those that there are, with their errors; whether there are any."""
     there = [(x, e.mean, 0.0 if math.isnan(e.se) else e.se) for x, e in zip(places, found, strict=True) if e.count]
     if there:
