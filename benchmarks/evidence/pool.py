@@ -104,7 +104,7 @@ def run(cells: list[Cell], args: argparse.Namespace) -> list[str]:
             try:
                 record = ready.recv()
                 workers[ready] = (process, None)
-            except EOFError:  # the process is gone, with its cell
+            except (EOFError, OSError):  # the process is gone, with its cell
                 record = {"error": "the process died; was it out of memory?"}
                 del workers[ready]
             if "error" in record:
@@ -171,7 +171,7 @@ def _worker(connection: Connection, device: str, models: Path) -> None:
             results = getattr(module, cell.work)(cell, device, models)
             record = {"cell": cell.name, "part": cell.part, **about, "settings": cell.settings, "results": results}
             record["seconds"] = round(time.monotonic() - began, 1)
-        except Exception:  # the next cell may fare better
+        except (Exception, SystemExit):  # the next cell may fare better
             record = {"error": traceback.format_exc()[-2000:]}
         gc.collect()
         if torch.cuda.is_available():

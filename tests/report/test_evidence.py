@@ -140,7 +140,7 @@ def case(kl, change):
 def test_cases_join_runs_with_what_was_measured():
     records = [made_up.before("short", "full", 0), made_up.before("short", "snapkv", 30, kl=0.7)]
     records += [made_up.run("short", "naive", 30, 0, 0.5, policy="snapkv"), made_up.run("short", "naive", 30, 0, 0.9)]
-    (found,) = cases(Evidence(tuple(records)), "naive")  # nothing was measured for rkv
+    (found,) = cases(Evidence(tuple(records)), ["naive"])  # nothing was measured for rkv
     assert (found.known["kl"], found.failed, found.setting) == (0.7, True, ("short", "snapkv", 30))
     assert found.change == pytest.approx(-0.3)
     places, total, length = survival(Evidence(tuple(records)).before("short", "snapkv", 30))
@@ -164,7 +164,7 @@ def test_smollm2_reads_as_a_testbed(tmp_path):
     assert evidence.end("smollm2", "dense", 0) == Estimate(0.55, 0.0, 3)
     assert evidence.end("smollm2", "naive", 64, "sparse").mean == 0.3
     assert evidence.under("smollm2", "naive", 64, "rkv:48").count == 3
-    assert [case.setting for case in cases(evidence, "naive")] == [("smollm2", "rkv", 64)] * 3
+    assert [case.setting for case in cases(evidence, ["naive"])] == [("smollm2", "rkv", 64)] * 3
     assert "## Arms and budgets: smollm2" in page(evidence, "r", "o", "p", [])
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import random
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -158,12 +159,12 @@ class Case:
         return self.change < -DROP
 
 
-def cases(evidence: Evidence, arm: str) -> list[Case]:
-    """Every sparse run of an arm with one update a rollout and the preset's own threshold."""
+def cases(evidence: Evidence, arms: Sequence[str]) -> list[Case]:
+    """Every run of these arms with one update a rollout and the preset's own threshold."""
     found = []
     for run in evidence.trained():
         own = run["settings"]
-        if own["arm"] != arm or own["updates_per_rollout"] != 1 or own["eps"]:
+        if own["arm"] not in arms or own["updates_per_rollout"] != 1 or own["eps"]:
             continue
         setting = (_bed(run), own["policy"], own["budget"])
         measured, start = evidence.before(*setting), evidence.start(setting[0])
@@ -177,10 +178,10 @@ def auc(found: Sequence[Case], name: str) -> float:
     """The chance that the statistic warns more of a failed run than of a good one; ties count half."""
     sign = STATISTICS[name][1]
     failed = [sign * case.known[name] for case in found if case.failed]
-    good = [sign * case.known[name] for case in found if not case.failed]
+    good = sorted(sign * case.known[name] for case in found if not case.failed)
     if not failed or not good:
         return math.nan
-    wins = sum((bad > fine) + 0.5 * (bad == fine) for bad in failed for fine in good)
+    wins = sum((bisect_left(good, bad) + bisect_right(good, bad)) / 2 for bad in failed)
     return wins / (len(failed) * len(good))
 
 

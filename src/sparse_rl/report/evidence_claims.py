@@ -158,7 +158,7 @@ def extremes_fail(evidence: Evidence, testbed: str) -> Finding:
 
 def tail_beats_mean(evidence: Evidence) -> Finding:
     """Over the naive runs of all testbeds: what tells those that lose accuracy from those that do not."""
-    found = cases(evidence, "naive")
+    found = cases(evidence, ["naive"])
     failed = sum(case.failed for case in found)
     if not failed or failed == len(found):
         return Finding(UNTESTED, f"{failed} of {len(found)} naive runs lose accuracy: nothing to tell apart")

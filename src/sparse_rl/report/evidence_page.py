@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 
 from sparse_rl.evaluate.statistics import Estimate
@@ -115,7 +116,9 @@ def _arms(evidence: Evidence, bed: str) -> str:
             if bed == "smollm2" and not evidence.runs(bed, arm, budget):
                 continue  # not planned there
             rows.append([str(budget) if arm != "dense" else "all", arm, *_run(evidence, bed, arm, budget)])
-    return table(("budget", "arm", *RUN), [row for i, row in enumerate(rows) if row not in rows[:i]])
+    text = "First and last are means over the first three and the last five steps."
+    text += " The dense arm's sparse accuracy is with the middle budget's cache."
+    return f"{text}\n\n{table(('budget', 'arm', *RUN), [row for i, row in enumerate(rows) if row not in rows[:i]])}"
 
 
 RUN = (
@@ -208,20 +211,20 @@ def _matrix(evidence: Evidence, bed: str) -> str:
 
 def _predictors(evidence: Evidence) -> str:
     tables = []
-    for arm in ("naive", "sparse_rl"):
-        found = cases(evidence, arm)
+    for name, arms in (("naive", ["naive"]), ("sparse_rl", ["sparse_rl"]), ("all sparse arms", ARMS[1:])):
+        found = cases(evidence, arms)
         failed = sum(case.failed for case in found)
-        text = f"{arm}: {failed} of {len(found)} runs lose more than {DROP} of dense accuracy."
+        text = f"{name}: {failed} of {len(found)} runs lose more than {DROP} of dense accuracy."
         if not failed or failed == len(found):
             tables.append(f"{text} There is nothing to tell apart.")
             continue
         rows = []
-        for name, (label, sign) in STATISTICS.items():
-            low, high = interval(found, lambda drawn, name=name: auc(drawn, name))  # type: ignore[misc]
-            cut, right = threshold(found, name)
+        for statistic, (label, sign) in STATISTICS.items():
+            low, high = interval(found, partial(auc, name=statistic))
+            cut, right = threshold(found, statistic)
             side = "below" if sign < 0 else "above"
             rows.append(
-                [label, f"{auc(found, name):.2f}", f"{low:.2f} to {high:.2f}", f"{side} {cut:.3g}", f"{right:.2f}"]
+                [label, f"{auc(found, statistic):.2f}", f"{low:.2f} to {high:.2f}", f"{side} {cut:.3g}", f"{right:.2f}"]
             )
         head = ("before training", "AUC", "95 %", "warns", "right, mean of both kinds")
         tables.append(f"{text}\n\n{table(head, rows)}")

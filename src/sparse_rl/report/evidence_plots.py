@@ -152,7 +152,7 @@ def _matrix(figure: Figure, evidence: Evidence, bed: str) -> bool:
 
 
 def _predictors(figure: Figure, evidence: Evidence) -> bool:
-    found = cases(evidence, "naive")
+    found = cases(evidence, ["naive"])
     figure.set_size_inches(9.0, 5.6)
     panels = figure.subplots(2, 3, sharey=True).flat
     beds = list(dict.fromkeys(case.setting[0] for case in found))
