@@ -29,7 +29,7 @@ from sparse_rl.report.evidence_claims import FAILS, HOLDS, UNTESTED, tail_beats_
 from sparse_rl.report.evidence_page import page
 
 ROOT = Path(__file__).parents[2]
-DRAWN = ("arms-short", "matrix-short", "budget-short", "length-short", "predictors")
+DRAWN = ("arms-short", "curves-short", "matrix-short", "budget-short", "length-short", "predictors")
 RESULTS, DOCUMENT = "benchmarks/evidence/results", "docs/evidence.md"
 
 

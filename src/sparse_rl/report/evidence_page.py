@@ -64,7 +64,7 @@ def page(evidence: Evidence, results: str, output: str, plots: str, drawn: Seque
     parts += ["## Testbeds", _testbeds(evidence)]
     for bed in evidence.testbeds:
         parts += [f"## Arms and budgets: {bed}", *plot(f"arms-{bed}", "accuracy after training by arm and budget")]
-        parts.append(_arms(evidence, bed))
+        parts += [*plot(f"curves-{bed}", "dense accuracy over the steps"), _arms(evidence, bed)]
     chains = [bed for bed in evidence.testbeds if "sweep" in evidence.bed(bed)]
     for bed in chains:
         parts += [f"## Threshold, budget and length: {bed}", _eps(evidence, bed)]

@@ -4,11 +4,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sparse_rl.evaluate.statistics import Estimate
+from sparse_rl.evaluate.statistics import Estimate, estimate
 from sparse_rl.report.evidence import ARMS, DROP, STATISTICS, Evidence, cases, survival
 from sparse_rl.report.plots import INK, STYLE, looks
 
@@ -21,7 +21,7 @@ STAGES = {
     "rollout_s": "rollout",
     "update_plain_s": "update",
     "extra": "what correcting adds",
-    "score_s": "a scoring pass, where it comes first",
+    "score_s": "scoring first",
 }
 
 
@@ -35,6 +35,7 @@ def draw(evidence: Evidence, folder: Path) -> list[str]:
     plots: dict[str, Callable[[Figure], bool]] = {}
     for bed in evidence.testbeds:
         plots[f"arms-{bed}"] = lambda figure, bed=bed: _arms(figure, evidence, bed)  # type: ignore[misc]
+        plots[f"curves-{bed}"] = lambda figure, bed=bed: _curves(figure, evidence, bed)  # type: ignore[misc]
         plots[f"matrix-{bed}"] = lambda figure, bed=bed: _matrix(figure, evidence, bed)  # type: ignore[misc]
         if "sweep" in evidence.bed(bed):
             plots[f"budget-{bed}"] = lambda figure, bed=bed: _budgets(figure, evidence, bed)  # type: ignore[misc]
@@ -81,6 +82,28 @@ def _arms(figure: Figure, evidence: Evidence, bed: str) -> bool:
         handletextpad=0.2,
         fontsize=9,
     )
+    return shown
+
+
+def _curves(figure: Figure, evidence: Evidence, bed: str) -> bool:
+    """Dense accuracy over the steps, mean of the seeds: before, some looks on the way, the end."""
+    budgets, start, shown = evidence.bed(bed)["budgets"], evidence.start(bed), False
+    panels = figure.subplots(1, len(budgets), sharey=True, squeeze=False)[0]
+    for panel, budget in zip(panels, budgets, strict=True):
+        for arm in ARMS:
+            runs = [r for r in evidence.runs(bed, arm, budget) if r["results"]["checks"]]
+            if not runs or not start.count:
+                continue
+            looks_at = [step for step, _, _ in runs[0]["results"]["checks"]]
+            on_the_way = [estimate(r["results"]["checks"][i][1] for r in runs) for i in range(len(looks_at))]
+            steps = [0, *looks_at, len(runs[0]["results"]["curves"]["reward"])]
+            colour, marker = LOOKS[arm]
+            found = [Estimate(start.mean, 0.0, 1), *on_the_way, evidence.end(bed, arm, budget)]
+            shown |= _points(panel, steps, found, color=colour, marker=marker, label=arm)
+        panel.set_title(f"Dense accuracy, budget {budget}")
+        panel.set_xlabel("step")
+        panel.set_ylim(0, 1)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower left", ncols=8, fontsize=9)
     return shown
 
 
@@ -187,7 +210,9 @@ def _times(figure: Figure, evidence: Evidence) -> bool:
         panel.set_title(title)
         panel.invert_yaxis()
         panel.grid(axis="y", visible=False)
-        panel.legend(fontsize=8, loc="lower left", bbox_to_anchor=(0.0, -0.3), ncols=4)
+    tight = {"fontsize": 9, "columnspacing": 0.7}
+    figure.legend(*seconds.get_legend_handles_labels(), loc="outside lower left", ncols=4, **tight)
+    figure.legend(*memory.get_legend_handles_labels(), loc="outside lower right", ncols=3, **tight)
     return bool(records)
 
 
@@ -198,7 +223,7 @@ def _stage(found: dict[str, float], stage: str) -> float:
     return found[stage]
 
 
-def _points(panel: Axes, places: list[float], found: list[Estimate], **look: Any) -> bool:
+def _points(panel: Axes, places: Sequence[float], found: list[Estimate], **look: Any) -> bool:
     """Those that there are, with their errors; whether there are any."""
     there = [(x, e.mean, 0.0 if math.isnan(e.se) else e.se) for x, e in zip(places, found, strict=True) if e.count]
     if there:
