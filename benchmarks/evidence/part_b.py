@@ -17,10 +17,11 @@ EPS = (1e-5, 1e-3, 1e-2)
 
 
 def cells(bed: Testbed) -> list[Cell]:
-    found = [training("b", bed, "sparse_rl", bed.budgets[1], seed, eps=eps) for eps in EPS for seed in SEEDS]
     others = [budget for budget in bed.sweep if budget not in bed.budgets]
-    found += [training("b", bed, "sparse_rl", budget, seed) for budget in others for seed in SEEDS]
-    return found + [training("b", bed, "sparse_rl", bed.budgets[2], seed, eps=eps) for eps in EPS for seed in SEEDS]
+    found = [training("b", bed, "sparse_rl", budget, seed) for budget in others for seed in SEEDS]
+    for budget in bed.budgets[1:]:
+        found += [training("b", bed, "sparse_rl", budget, seed, eps=eps) for eps in EPS for seed in SEEDS]
+    return found
 
 
 if __name__ == "__main__":

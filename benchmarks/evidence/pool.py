@@ -12,6 +12,7 @@ import gc
 import importlib
 import multiprocessing
 import os
+import signal
 import sys
 import time
 import traceback
@@ -72,6 +73,7 @@ def with_needs(names: list[str], known: dict[str, Cell], models: Path) -> list[s
 
 def run(cells: list[Cell], args: argparse.Namespace) -> list[str]:
     """Run all there is time for; the names of those that failed."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the processes end too
     began, waiting, failed = time.monotonic(), list(cells), []
     deadline = began + 60 * args.minutes
     missing = {cell.name for cell in cells}
@@ -155,8 +157,10 @@ def _worker(connection: Connection, device: str, models: Path) -> None:
     """Run what is sent, until the other end is closed."""
     os.environ["OMP_NUM_THREADS"] = "1"
     import torch
+    from transformers.utils.logging import disable_progress_bar
 
     torch.set_num_threads(1)
+    disable_progress_bar()
     from sparse_rl.runfolder import provenance
 
     about = provenance(torch.device(device))

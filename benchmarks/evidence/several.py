@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Several parts in one pool of processes, so that none waits for the end of another.
 
-python benchmarks/evidence/several.py a b c d f --testbed short --jobs 14 --minutes 9
+python benchmarks/evidence/several.py a c d b f --testbed short --jobs 14 --minutes 9
 """
 
 from __future__ import annotations
