@@ -66,6 +66,7 @@ LONG = Testbed(
     ),
     steps=92,
     dtype="bfloat16",
+    updates=30,
     prompts=24,
     max_tokens=32768,
     interval=32,
