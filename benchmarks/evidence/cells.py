@@ -61,7 +61,7 @@ LONG = Testbed(
     name="long",
     model="long-warm",
     warm=(
-        *("--steps", "92", "--hidden", "256", "--noise", "0.003", "--accuracy", "0.65", "--seconds", "450"),
+        *("--steps", "92", "--hidden", "256", "--noise", "0.005", "--accuracy", "0.65", "--seconds", "450"),
         *("--ramp", "1200", "--tokens", "120000", "--every", "125"),
     ),
     steps=92,
