@@ -7,6 +7,7 @@ Every function takes the cell, the device and the folder of models, and returns 
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import subprocess
 import sys
@@ -221,4 +222,4 @@ def save(loaded: LoadedModel, folder: Path) -> None:
 
 
 def rounded(value: float | None) -> float | None:
-    return None if value is None else float(f"{value:.4g}")
+    return None if value is None or math.isnan(value) else float(f"{value:.4g}")

@@ -164,7 +164,7 @@ def test_smollm2_reads_as_a_testbed(tmp_path):
     assert evidence.end("smollm2", "dense", 0) == Estimate(0.55, 0.0, 3)
     assert evidence.end("smollm2", "naive", 64, "sparse").mean == 0.3
     assert evidence.under("smollm2", "naive", 64, "rkv:48").count == 3
-    assert [case.setting for case in cases(evidence, ["naive"])] == [("smollm2", "rkv", 64)] * 3
+    assert cases(evidence, ["naive"]) == []  # its overlap is on another scale
     assert "## Arms and budgets: smollm2" in page(evidence, "r", "o", "p", [])
 
 
