@@ -80,7 +80,8 @@ def accuracy(model: LlamaForCausalLM, task: Chain, hidden: int, count: int = 512
     copy = build(hidden, NAME).to(model.device).eval()
     copy.load_state_dict(model.state_dict())
     tokenizer = chain_tokenizer()
-    engine = Engine(LoadedModel(model=copy, tokenizer=tokenizer, shape=dry_run(copy)), config=EngineConfig(rows=count))
+    loaded = LoadedModel(model=copy, tokenizer=tokenizer, shape=dry_run(copy))
+    engine = Engine(loaded, config=EngineConfig(rows=count, compile=False))
     rollouts = engine.generate(task.held_out(count), Sampling(max_tokens=task.chain_len + 16))
     texts = [str(tokenizer.decode(rollout.token_ids, skip_special_tokens=True)) for rollout in rollouts]
     return sum(right_answer(texts, [rollout.prompt.columns["answer"] for rollout in rollouts])) / count
@@ -97,7 +98,9 @@ def main() -> None:
     parser.add_argument("--accuracy", type=float, default=0.72, help="stop above this")
     parser.add_argument("--seconds", type=float, default=400.0, help="or after this long")
     parser.add_argument("--batch", type=int, default=256)
+    parser.add_argument("--tokens", type=int, help="of a batch, at most; longer chains then come in smaller batches")
     parser.add_argument("--ramp", type=int, default=1500, help="updates over which chains grow to their full length")
+    parser.add_argument("--every", type=int, default=250, help="updates between two looks at the accuracy")
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda")
@@ -117,10 +120,12 @@ def main() -> None:
     while time.time() - began < args.seconds and reached <= args.accuracy:
         # Short chains first: the look-up is learnt on them, and they are quick.
         steps = task.steps if step >= args.ramp else max(2, task.steps * step // args.ramp)
-        problems = Chain(letters=task.letters, steps=steps, filler=task.filler).problems(args.batch, generator)
+        chain = Chain(letters=task.letters, steps=steps, filler=task.filler)
+        batch = min(args.batch, (args.tokens or 1 << 30) // (chain.prompt_len + chain.chain_len))
+        problems = chain.problems(batch, generator)
         chains = noisy(problems.chains, STEP + task.filler, args.noise, generator)
         ids = torch.cat([problems.prompts, chains], dim=1)[:, :-1]
-        mask = forgetting(args.batch, ids.shape[1], heads, group, args.forgetting, generator)
+        mask = forgetting(batch, ids.shape[1], heads, group, args.forgetting, generator)
         for settings in optimizer.param_groups:
             settings["lr"] = args.lr * min(1.0, (step + 1) / 200)
         with torch.autocast("cuda", torch.bfloat16, enabled=args.device == "cuda"):
@@ -131,7 +136,7 @@ def main() -> None:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         step += 1
-        if step % 250 == 0:
+        if step % args.every == 0:
             if step > args.ramp:
                 reached = accuracy(model, task, args.hidden)
             print(f"step {step} loss {loss.item():.4f} accuracy {reached:.3f} {time.time() - began:.0f} s", flush=True)

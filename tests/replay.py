@@ -65,6 +65,22 @@ def firing_times(prompt_len: int, num_tokens: int, target: int, trigger: int) ->
     return times
 
 
+def scheduled_firings(prompt_len: int, num_tokens: int, policy) -> list[tuple[int, int]]:
+    """Tokens seen and entries left at each firing, token by token, the budget looked up anew at each of them."""
+
+    def target(context: int) -> int:
+        steps = zip(policy.schedule.starts, policy.schedule.budgets, strict=True)
+        return [budget for start, budget in steps if start <= context][-1] + policy.protect_prompt * prompt_len
+
+    firings, held = [], prompt_len
+    for seen in range(prompt_len, prompt_len + num_tokens):
+        if held > target(seen) if seen == prompt_len else held >= target(seen) + policy.interval:
+            held = target(seen)
+            firings.append((seen, held))
+        held += 1
+    return firings
+
+
 @torch.no_grad()
 def replay_logprobs(
     model: PreTrainedModel, ids: torch.Tensor, visible: torch.Tensor, seen: dict | None = None
@@ -84,14 +100,13 @@ def replay_logprobs(
 def rollout_visibility(rollout: Rollout, policy, shape) -> torch.Tensor:
     """The same from a rollout that recorded what it kept."""
     prompt_len, num_tokens = len(rollout.prompt.ids), len(rollout.token_ids)
-    times = firing_times(prompt_len, num_tokens, policy.target(prompt_len), policy.trigger(prompt_len))
-    assert (
-        rollout.kept_positions is not None and len(times) == len(rollout.kept_positions) == rollout.kv.num_compressions
-    )
+    firings = scheduled_firings(prompt_len, num_tokens, policy)
+    assert rollout.kept_positions is not None and rollout.kv.num_compressions == len(firings)
+    assert [kept.shape[-1] for kept in rollout.kept_positions] == [count for _, count in firings]
     return visible_positions(
         prompt_len=prompt_len,
         num_tokens=num_tokens,
-        firings=list(zip(times, rollout.kept_positions, strict=True)),
+        firings=[(seen, kept) for (seen, _), kept in zip(firings, rollout.kept_positions, strict=True)],
         windows=shape.windows,
         num_kv_heads=shape.num_kv_heads,
     )

@@ -178,7 +178,7 @@ BAD = {
     "wrong model path": (["generate", "a", "--model", "./no/such/model"], "neither a folder nor a hub name"),
     "budget below protected": (
         ["generate", "a", "--kv.policy", "rkv", "--kv.budget", "4"],
-        "kv.budget is 4, but the protected entries alone are 8 (sinks 0 + window 8); raise kv.budget to 8",
+        "kv.budget is 4, but the protected entries alone are 8 (sinks 0 + newest 8); raise kv.budget to 8",
     ),
     "unknown policy": (["generate", "a", "--kv.policy", "rvk"], "did you mean 'rkv'"),
     "policy without that key": (["generate", "a", "--kv.policy", "streaming", "--kv.window", "4"], "not a setting"),

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from sparse_rl.kv import RKV, Full, SnapKV, Streaming
+from sparse_rl.kv import GKV, RKV, Full, SnapKV, Streaming
 from sparse_rl.model.attention import PackedRows, packed_positions
 from sparse_rl.model.dry_run import dry_run
 from sparse_rl.model.load import LoadedModel, load
@@ -78,8 +78,9 @@ def test_weights_masters_gradients_and_moments_are_those_of_a_learner(family, dt
         ("llama", RKV(budget=20, interval=7, window=4)),
         ("qwen2", SnapKV(budget=33, interval=16, window=8, protect_prompt=True)),
         ("gemma3", Streaming(budget=16, interval=16)),
+        ("qwen2", GKV(budget=20, interval=9)),
     ],
-    ids=["full", "rkv", "snapkv", "streaming"],
+    ids=["full", "rkv", "snapkv", "streaming", "gkv"],
 )
 def test_the_pool_and_the_rows_are_the_engine_s(family, policy):
     model = tiny_model(family, dtype=torch.bfloat16)
@@ -96,7 +97,7 @@ def test_the_pool_and_the_rows_are_the_engine_s(family, policy):
     )
     plan = make_plan(size, run, BIG)
     assert plan.pages == cache.num_pages == engine.stats.num_pages
-    assert held(plan, "KV pool") == sum(tensor.nbytes for tensor in (cache.k, cache.v, cache.positions))
+    assert held(plan, "KV pool") == sum(tensor.nbytes for tensor in cache.pools)
     rest = (*cache.fixed_tensors(), cache.windows, cache.scales)
     assert held(plan, "rows") == sum(tensor.nbytes for tensor in rest) + decoder.rows.num_bytes
     pool = next(line for line in plan.lines if line.name == "KV pool")

@@ -14,6 +14,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from difflib import get_close_matches
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
@@ -76,9 +77,15 @@ def typed(name: str, settings: dict[str, Any], maker: Callable[..., Any], skip: 
 
 
 def _read(key: str, value: Any, hint: Any) -> Any:
-    """A setting as its hint has it: bool, int, float, str or Literal, any of them or None."""
-    kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)
-    (kind,) = (kind for kind in kinds if kind is not NoneType)
+    """A setting as its hint has it: bool, int, float, str or Literal, any of them or None; or int, else str."""
+    kinds = [kind for kind in (get_args(hint) if isinstance(hint, UnionType) else (hint,)) if kind is not NoneType]
+    if kinds == [int, str]:
+        with suppress(ValueError):
+            return _read(key, value, int)
+        if not isinstance(value, str):
+            raise ValueError(f"{key} is {value!r}; it takes a whole number or a text.")
+        return value
+    (kind,) = kinds
     choices = get_args(kind) if get_origin(kind) is Literal else ()
     if kind is str or choices:
         if isinstance(value, str) and (not choices or value in choices):

@@ -7,7 +7,7 @@ import pytest
 import slow_policies
 import torch
 
-from sparse_rl.kernels import importance
+from sparse_rl.kernels import importance, keys, mass
 from sparse_rl.kernels.importance import attention_importance_ref, redundancy_ref
 
 
@@ -147,3 +147,35 @@ def test_a_cosine_of_exactly_the_threshold_is_no_duplicate(device):
     pages = torch.zeros(1, 1, dtype=torch.int64, device=device)
     got, expected = (f(k, pages, live, threshold=0.5) for f in (triton.redundancy_triton, redundancy_ref))
     torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"{s[0]}-{s[1]}-{s[2]}x{s[3]}")
+def test_triton_norms_and_likeness_equal_the_reference(shape, device):
+    triton = pytest.importorskip("sparse_rl.kernels.keys_triton")
+    dim, dtype, heads, _, page, _, _ = shape
+    if dtype == torch.bfloat16 and device == "cpu":
+        pytest.skip("Triton's interpreter has no bfloat16")
+    batch, size = (40, 640) if device != "cpu" else (2, 192)
+    k, pages, live = paged(batch, heads, size // page, page, dim, dtype, device, seed=dim)
+    live[0, 0] = False  # a head without live entries
+    k[pages[1, 0], 0, 3] = 0.0  # a key of zeros
+    norms, exact = triton.key_norms_triton(k, pages.int()), keys.key_norms_ref(k.double(), pages)
+    assert norms.dtype == torch.float32
+    torch.testing.assert_close(norms.double(), exact, atol=0, rtol=1e-5)
+    likeness = triton.key_likeness_triton(k, pages, live)
+    torch.testing.assert_close(likeness.double(), keys.key_likeness_ref(k.double(), pages, live), atol=1e-5, rtol=0)
+    assert not likeness[~live].any()
+
+
+def test_attention_mass_in_blocks_of_rows(monkeypatch):
+    """Every counted query gives a mass of 1, however few rows are held at a time."""
+    k, q = random(3, 2, 32, 6), random(3, 8, 5, 6, seed=1)
+    positions = torch.arange(32).expand(3, 2, 32)
+    lengths, counts = torch.tensor([20, 32, 9]), torch.tensor([5, 2, 4])
+    settings = {"lengths_B": lengths, "contexts_B": lengths, "counts_B": counts, "scale_B": torch.ones(3).double()}
+    settings["windows_B"] = torch.tensor([1 << 30, 4, 7])
+    whole = mass.attention_mass(*own_pages(k), q, positions, **settings)
+    torch.testing.assert_close(whole.sum(-1), counts.double()[:, None].expand(3, 2))
+    assert not whole[0, :, 20:].any() and not whole[1, :, : 32 - 5].any() and whole[1, :, 32 - 5 :].all()
+    monkeypatch.setattr(mass, "BLOCK", 1)
+    torch.testing.assert_close(mass.attention_mass(*own_pages(k), q, positions, **settings), whole)

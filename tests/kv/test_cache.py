@@ -11,5 +11,5 @@ def test_offsets_lead_from_the_anchor_to_every_layer(tiny):
     for num_pages in (3, 7):
         cache.resume(num_pages)
         for layer, offsets in enumerate(cache.offsets.tolist()):
-            for pool, anchor, offset in zip(cache.pools, cache.anchor, offsets, strict=True):
+            for pool, anchor, offset in zip((*cache.pools, cache.landmarks), cache.anchor, offsets, strict=True):
                 assert anchor.data_ptr() + offset * anchor.itemsize == pool[layer].data_ptr()

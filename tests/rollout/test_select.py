@@ -108,7 +108,7 @@ def test_pages_are_chosen_among_those_an_evicting_policy_left(select, tiny, refe
     for rollout in rollouts:
         prompt_len = len(rollout.prompt.ids)
         assert rollout.kv.num_compressions >= 2
-        times = firing_times(prompt_len, len(rollout.token_ids), policy.target(prompt_len), policy.trigger(prompt_len))
+        times = firing_times(prompt_len, len(rollout.token_ids), policy.budget, policy.budget + policy.interval)
 
         def held_at(context, times=times):
             """Of the tokens before, those the last firing kept and those that came since."""
@@ -137,6 +137,15 @@ def test_rows_pools_and_preemption_do_not_matter(tiny, prompts):
         assert (engine.stats.num_preemptions > 0) == ("pool_pages" in more)
 
 
+def test_published_schedules_say_how_many_pages_are_read():
+    """1.7b-0.86 at 32,000 tokens: 253 pages and 3 reserved ones; at 1,000 tokens 29 and 3; at 500 all 32."""
+    policy = PagesMean(budget="sparrow/qwen3-1.7b-0.86")
+    lengths = torch.tensor([32_000, 1_000, 500, 32_009])
+    counts, read = policy.pages_read(lengths, lengths, 16)
+    assert counts.tolist() == [256, 32, 32, 256] and read.tolist() == [4096, 512 - 8, 500, 4096 - 7]
+    assert [policy.pages_read(n, n, 16)[1] for n in lengths.tolist()] == read.tolist()
+
+
 def test_pages_are_small_where_they_are_chosen_among(tiny):
     assert Engine(tiny(), PagesMean()).page_size == 16 and Engine(tiny(), Full()).page_size == 64
     assert Engine(tiny(), PagesMean(), EngineConfig(page_size=32)).page_size == 32
@@ -150,7 +159,7 @@ def test_landmarks_count_as_memory(tiny, prompts):
         engine = Engine(tiny(), policy, EngineConfig(rows=2, page_size=16))
         (rollout,) = engine.generate(prompts(33), Sampling(max_tokens=2, stop_ids=()))
         found[policy.name] = rollout.kv.peak_bytes
-        assert sum(pool.nbytes for pool in engine.cache.pools) == (engine.cache.num_pages + 1) * engine._page_bytes
+        assert sum(pool.nbytes for pool in engine.cache.page_pools) == (engine.cache.num_pages + 1) * engine._page_bytes
     assert found["pages_mean"] - found["full"] == 3 * vector and found["quest"] - found["full"] == 3 * 2 * vector
 
 

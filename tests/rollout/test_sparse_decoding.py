@@ -54,7 +54,7 @@ def test_the_engines_own_queries_and_keys_decide_what_is_kept(policy, family, ti
         ids = torch.tensor([[*rollout.prompt.ids, *rollout.token_ids.tolist()]], device=model.device)
         seen: dict = {}
         replay_logprobs(model, ids, rollout_visibility(rollout, policy, loaded.shape), seen)
-        times = firing_times(prompt_len, num_tokens, policy.target(prompt_len), policy.trigger(prompt_len))
+        times = firing_times(prompt_len, num_tokens, policy.target(prompt_len, 0), policy.trigger(prompt_len, 0))
         for layer_idx, (queries, keys, scale) in seen.items():
             window = loaded.shape.windows[layer_idx]
             if window is not None and getattr(policy, "order", "position") == "score":
@@ -102,7 +102,7 @@ def test_streaming_keeps_what_its_definition_says(tiny, prompts):
 def test_kept_positions_hold_the_protected_ones(policy, tiny, prompts):
     engine = Engine(tiny(), policy, EngineConfig(rows=3, page_size=16))
     (rollout,) = engine.generate(prompts(40), Sampling(max_tokens=60, stop_ids=()), record_kept=True)
-    times = firing_times(40, 60, policy.target(40), policy.trigger(40))
+    times = firing_times(40, 60, policy.target(40, 0), policy.trigger(40, 0))
     for seen, kept in zip(times, rollout.kept_positions, strict=True):
         assert kept.shape[-1] == policy.budget
         ordered = kept.sort(dim=-1).values
@@ -125,7 +125,7 @@ def enumerate_model(tiny, reference, vocabulary, num_tokens, policy, prompt):
     loaded, model = tiny(dtype=torch.float64, **settings), reference(dtype=torch.float64, **settings)
     sequences = torch.cartesian_prod(*[torch.arange(vocabulary)] * num_tokens)
     ids = torch.cat([torch.tensor(prompt).expand(len(sequences), -1), sequences], dim=1).to(model.device)
-    times = firing_times(len(prompt), num_tokens, policy.target(len(prompt)), policy.trigger(len(prompt)))
+    times = firing_times(len(prompt), num_tokens, policy.target(len(prompt), 0), policy.trigger(len(prompt), 0))
     assert len(times) >= 2
     kept = []
     for seen in times:
@@ -190,8 +190,8 @@ def test_entries_a_window_layer_can_still_see_are_live(tiny, prompts, monkeypatc
 @pytest.mark.parametrize(("order", "chunks"), [("position", 1), ("score", 4)])
 def test_kernels_that_copy_nothing_compress_all_rows_at_once(order, chunks, tiny, monkeypatch):
     policy = RKV(budget=16, interval=8, order=order)
-    monkeypatch.setattr(runner, "use_triton", lambda x: True)
-    monkeypatch.setattr(runner, "COMPRESS_ENTRIES", 2 * 4 * 24)
+    monkeypatch.setattr("sparse_rl.kv.compress.use_triton", lambda x: True)
+    monkeypatch.setattr("sparse_rl.kv.compress.COPIED_ENTRIES", 2 * 4 * 24)
     cache = SimpleNamespace(k=None, shape=SimpleNamespace(num_layers=4))
     few = SimpleNamespace(policy=policy, cache=cache)
     items = [SimpleNamespace(num_entries=24) for _ in range(8)]
@@ -207,5 +207,5 @@ def test_many_rows_are_compressed_in_chunks(tiny, prompts, monkeypatch):
         return [(r.token_ids.tolist(), r.kv) for r in rollouts]
 
     expected = run()
-    monkeypatch.setattr(runner, "COMPRESS_ENTRIES", 2 * 4 * 30)  # two rows of four layers at a time
+    monkeypatch.setattr("sparse_rl.kv.compress.COPIED_ENTRIES", 2 * 4 * 30)  # two rows of four layers at a time
     assert run() == expected

@@ -155,7 +155,7 @@ def warm_up(bench: Bench) -> tuple[float, dict[str, float] | None]:
     seconds = time.perf_counter() - began
     if bench.policy.selection is not None:
         return seconds, None  # which tokens read all of a cache depends on the schedule; a dense run has the floor
-    if isinstance(bench.policy, EvictPolicy) and config.prompt > bench.policy.target(config.prompt):
+    if isinstance(bench.policy, EvictPolicy) and config.prompt > bench.policy.target(config.prompt, config.prompt):
         # Nothing of these is dense: a few tokens with a dense cache instead.
         dense = Engine(bench.loaded, Full(), replace(bench.engine.config, rows=FLOOR_ROLLOUTS))
         few = [replace(prompt, max_tokens=WARM_TOKENS) for prompt in bench.prompts[:FLOOR_ROLLOUTS]]
@@ -181,7 +181,7 @@ def _kv(bench: Bench, meter: Meter) -> dict[str, Any]:
     if config.cut or stats is None:
         cache, (decoder,) = bench.engine.cache, bench.engine.decoders.values()
         assert cache is not None
-        pages = meter.peak_pages * shape.page_bytes(bench.engine.page_size, bench.policy.num_landmarks)
+        pages = meter.peak_pages * bench.policy.page_bytes(shape, bench.engine.page_size)
         peak = pages + cache.queries.nbytes + decoder.rows.num_bytes
     else:
         peak = stats.peak_bytes

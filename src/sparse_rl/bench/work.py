@@ -121,10 +121,17 @@ def output_lengths(prompts: list[Prompt]) -> list[int]:
 
 
 def steps_to_fill(policy: KVPolicy, prompt: int) -> int:
-    """Decode steps until a cache is cut for the first time, from when on it holds what it ever will; dense: 0."""
+    """Decode steps until a cache is cut for the first time; dense: 0.
+
+    With one budget it holds from then on what it ever will; with a schedule, all that its context lets it.
+    """
     if not isinstance(policy, EvictPolicy):
         return 0
-    return policy.trigger(prompt) - min(prompt, policy.target(prompt))
+    held = min(prompt, policy.target(prompt, prompt))
+    steps = 0
+    while (more := policy.trigger(prompt, prompt + steps) - held - steps) > 0:
+        steps += more  # by then the trigger may have risen
+    return steps
 
 
 def full_window(config: BenchConfig, policy: KVPolicy, prompts: list[Prompt]) -> Window:

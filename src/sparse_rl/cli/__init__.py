@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 
-COMMANDS = ("train", "sft", "plan", "generate", "eval", "report", "export", "bench", "data")
+COMMANDS = ("train", "sft", "plan", "generate", "eval", "report", "inspect", "export", "bench", "data")
 
 USAGE = """usage: sparse-rl COMMAND ...
 
@@ -21,6 +21,7 @@ commands:
   generate   sample from a model whose KV cache is compressed while it decodes
   eval       accuracy of models on benchmarks, dense and compressed caches side by side
   report     one HTML page with plots and tables of one or several runs
+  inspect    which positions caches keep of one text, and how far that takes them from the dense model
   export     a checkpoint as a plain Hugging Face model, adapters merged
   bench      how fast rollouts and updates are, against the hardware and against others
   data       which benchmarks are at hand, what their licences restrict, and how to get the others

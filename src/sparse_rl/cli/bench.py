@@ -52,6 +52,7 @@ def run(arguments: list[str]) -> None:
     from sparse_rl.bench import BenchConfig, measure, measure_rivals
     from sparse_rl.bench.record import merge, read
     from sparse_rl.config import build_kv, build_section
+    from sparse_rl.kv import policy_record
     from sparse_rl.report.progress import ProgressLine
     from sparse_rl.rollout import EngineConfig
     from sparse_rl.runfolder import command, provenance
@@ -74,7 +75,7 @@ def run(arguments: list[str]) -> None:
         "label": settings.label or default_label(config, policy),
         "command": command(["bench", *arguments]),
         **provenance(_device(config)),
-        "settings": {**asdict(config), "kv": {"policy": policy.name, **asdict(policy)}, "engine": asdict(engine)},
+        "settings": {**asdict(config), "kv": policy_record(policy), "engine": asdict(engine)},
         "results": {**results, "against": {}},
     }
     results = record["results"]

@@ -151,7 +151,7 @@ def _run(size: ModelSize, settings: Namespace, parts: dict[str, Any], prompt: in
     page_size = engine.page_size or parts["kv"].page_size
     pool_pages = engine.pool_pages
     if engine.pool_bytes is not None:
-        pool_pages = engine.pool_bytes // size.attention.page_bytes(page_size, parts["kv"].num_landmarks)
+        pool_pages = engine.pool_bytes // parts["kv"].page_bytes(size.attention, page_size)
     targets = () if lora.target == ("all-linear",) else lora.target
     return Run(
         kv=parts["kv"],

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 
 import sparse_rl
-from sparse_rl.evaluate.plan import Cell, Evaluation
+from sparse_rl.evaluate.plan import Cell, Evaluation, parse_cache
 from sparse_rl.evaluate.suite import Prompts, Suite
+from sparse_rl.kv import policy_record
 from sparse_rl.model.load import LoadedModel
 from sparse_rl.runfolder import command, differences, provenance, write_whole
 
@@ -141,6 +142,9 @@ def model_digest(loaded: LoadedModel) -> str:
 def _settings(evaluation: Evaluation, suites: dict[str, Suite]) -> dict[str, Any]:
     """Everything that decides the table, and some that does not (NO_DIFFERENCE)."""
     found = asdict(evaluation)
+    caches = {spec: policy_record(parse_cache(spec)) for spec in evaluation.kv}
+    schedules = {spec: cache["schedule"] for spec, cache in caches.items() if "schedule" in cache}
+    found |= {"schedules": schedules} if schedules else {}
     found["benchmarks"] = {
         name: {
             "digest": suite.digest,

@@ -3,36 +3,35 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import asdict, fields
 from typing import Any
 
 from sparse_rl.kv.full import Full
+from sparse_rl.kv.gkv import GKV
+from sparse_rl.kv.h2o import H2O
+from sparse_rl.kv.keydiff import KeyDiff
+from sparse_rl.kv.knorm import Knorm
 from sparse_rl.kv.pages_mean import PagesMean
 from sparse_rl.kv.policy import EvictPolicy, KVPolicy
 from sparse_rl.kv.quest import Quest
+from sparse_rl.kv.random import Random
 from sparse_rl.kv.rkv import RKV
+from sparse_rl.kv.schedule import load
 from sparse_rl.kv.select import SelectPolicy
 from sparse_rl.kv.snapkv import SnapKV
 from sparse_rl.kv.streaming import Streaming
+from sparse_rl.kv.tova import TOVA
 from sparse_rl.specs import suggestion
 
 POLICIES: dict[str, type[KVPolicy]] = {
-    policy.name: policy for policy in (Full, Streaming, SnapKV, RKV, PagesMean, Quest)
+    policy.name: policy
+    for policy in (Full, Streaming, Random, Knorm, KeyDiff, TOVA, H2O, SnapKV, RKV, GKV, PagesMean, Quest)
 }
 
 __all__ = [
-    "POLICIES",
-    "RKV",
-    "EvictPolicy",
-    "Full",
-    "KVPolicy",
-    "PagesMean",
-    "Quest",
-    "SelectPolicy",
-    "SnapKV",
-    "Streaming",
-    "build_policy",
-]
+    "GKV", "H2O", "POLICIES", "RKV", "TOVA", "EvictPolicy", "Full", "KVPolicy", "KeyDiff", "Knorm", "PagesMean",
+    "Quest", "Random", "SelectPolicy", "SnapKV", "Streaming", "build_policy", "policy_record",
+]  # fmt: skip
 
 
 def build_policy(policy: str = "full", **settings: Any) -> KVPolicy:
@@ -45,3 +44,11 @@ def build_policy(policy: str = "full", **settings: Any) -> KVPolicy:
             takes = f"it takes {', '.join(known)}" if known else "it takes no settings"
             raise ValueError(f"kv.{key} is not a setting of policy {policy!r}{suggestion(key, known)}; {takes}.")
     return POLICIES[policy](**settings)
+
+
+def policy_record(policy: KVPolicy) -> dict[str, Any]:
+    """Name and settings, as a run's record has them; a schedule with its steps, since a file may change."""
+    record = {"policy": policy.name, **asdict(policy)}
+    if isinstance(record.get("budget"), str):
+        record["schedule"] = asdict(load(record["budget"]))
+    return record

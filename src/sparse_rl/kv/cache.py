@@ -26,15 +26,14 @@ NO_WINDOW = 1 << 30
 class Saved:
     """A sequence's cache outside the pool, in host memory."""
 
-    k: torch.Tensor  # (L, n, K, page, D)
-    v: torch.Tensor
-    positions: torch.Tensor  # (L, n, K, page)
-    landmarks: torch.Tensor  # (L, n, K, C, D)
+    pools: tuple[torch.Tensor, ...]  # as the cache has them, (L, n, K, page, ...), landmarks (L, n, K, C, D)
 
 
 class PagedCache:
     """Pages 1 to `num_pages`, and page 0 for rows without a sequence; a ring of queries for every decode row.
 
+    With `keeps_score` every entry has a number of its own that a policy keeps from one cut to the next. Decoding does
+    not know of it: what the slot of a new entry holds was left there by another, and a cut takes it for 0.
     For policies that choose among pages, each has `num_landmarks` vectors that stand for its keys (landmarks.py).
 
     `release` gives the pages' memory back, `resume` makes them anew, as many as asked for. Decode kernels find them
@@ -49,16 +48,17 @@ class PagedCache:
         page_size: int,
         num_rows: int,
         num_queries: int,
+        keeps_score: bool = False,
         num_landmarks: int = 0,
     ) -> None:
         self.shape = shape
         self.page_size = page_size
         self.num_queries = num_queries
+        self.keeps_score = keeps_score
         self.num_landmarks = num_landmarks
         device = shape.device
         self.windows = torch.tensor([window or NO_WINDOW for window in shape.windows], device=device)
-        precise = torch.float64 if shape.dtype == torch.float64 else torch.float32
-        self.scales = torch.tensor(shape.scales, dtype=precise, device=device)
+        self.scales = torch.tensor(shape.scales, dtype=shape.precise, device=device)
         self.queries = torch.zeros(
             (shape.num_layers, num_rows + 1, num_queries, shape.num_heads, shape.head_dim),  # the last is nobody's
             dtype=shape.dtype,
@@ -66,43 +66,49 @@ class PagedCache:
         )
         self.anchor = self._pages(1, 1)  # never moves: what offsets count from
         self.offsets = torch.zeros((shape.num_layers, 4), dtype=torch.int64, device=device)
-        self.num_pages = 0
-        self.k, self.v, self.positions, self.landmarks = self._pages(shape.num_layers, 0)
+        self.release()
         self.resume(num_pages)
+
+    @property
+    def pools(self) -> tuple[torch.Tensor, ...]:
+        """All that an entry consists of: key, value, position, and its score if it has one."""
+        return (self.k, self.v, self.positions, *((self.scores,) if self.keeps_score else ()))
+
+    @property
+    def page_pools(self) -> tuple[torch.Tensor, ...]:
+        """All that a page consists of: its entries and its landmarks."""
+        return (*self.pools, self.landmarks)
 
     def release(self) -> None:
         """Give the pages' memory back."""
         self.num_pages = 0
-        self.k, self.v, self.positions, self.landmarks = self._pages(self.shape.num_layers, 0)
+        self._make(0)
 
     def resume(self, num_pages: int) -> None:
         """Make pages, empty ones, unless there are just as many."""
         if self.num_pages == num_pages:
             return
         self.release()  # before the new ones are made
-        self.k, self.v, self.positions, self.landmarks = self._pages(self.shape.num_layers, num_pages + 1)
+        self._make(num_pages + 1)
         self.num_pages = num_pages
+        pools = (self.k, self.v, self.positions, self.landmarks)
         self.offsets.copy_(
             torch.tensor(
                 [
                     [
                         (pool[i].data_ptr() - a.data_ptr()) // a.itemsize
-                        for pool, a in zip(self.pools, self.anchor, strict=True)
+                        for pool, a in zip(pools, self.anchor, strict=True)
                     ]
                     for i in range(self.shape.num_layers)
                 ]
             )
         )
 
-    @property
-    def pools(self) -> tuple[torch.Tensor, ...]:
-        """Everything that moves with a page."""
-        return self.k, self.v, self.positions, self.landmarks
-
     def layer(self, layer_idx: int) -> LayerPool:
         """The pages of one layer, as the decode kernels want them."""
         fixed = use_triton(self.k)
-        k, v, positions, landmarks = (pool[0] for pool in self.anchor) if fixed else (p[layer_idx] for p in self.pools)
+        pools = self.anchor if fixed else (self.k, self.v, self.positions, self.landmarks)
+        k, v, positions, landmarks = (pool[0 if fixed else layer_idx] for pool in pools)
         return LayerPool(
             k_PKSD=k,
             v_PKSD=v,
@@ -114,6 +120,11 @@ class PagedCache:
     def fixed_tensors(self) -> tuple[torch.Tensor, ...]:
         """What a captured decode step reads at the address it was captured with."""
         return (*self.anchor, self.offsets, self.queries)
+
+    def _make(self, num_pages: int) -> None:
+        self.k, self.v, self.positions, self.landmarks = self._pages(self.shape.num_layers, num_pages)
+        size = self.positions.shape if self.keeps_score else (0,)
+        self.scores = torch.zeros(size, dtype=self.shape.precise, device=self.shape.device)
 
     def _pages(self, num_layers: int, num_pages: int) -> tuple[torch.Tensor, ...]:
         shape = self.shape
@@ -127,23 +138,23 @@ class PagedCache:
 
     def clear(self) -> None:
         """Forget everything, in case what was written is not finite."""
-        for tensor in (*self.pools, self.queries):
+        for tensor in (*self.page_pools, self.queries):
             tensor.zero_()
 
     def copy_pages(self, sources: list[int], targets: list[int]) -> None:
         source, target = to_device([sources, targets], self.k.device)
-        for pool in self.pools:
+        for pool in self.page_pools:
             for layer in pool:  # one at a time, since what is copied is held twice meanwhile
                 layer[target] = layer[source]
 
     def save(self, pages: list[int]) -> Saved:
         """Copy a sequence's pages to host memory."""
         index = to_device(pages, self.k.device)
-        return Saved(*(pool[:, index].cpu() for pool in self.pools))
+        return Saved(tuple(pool[:, index].cpu() for pool in self.page_pools))
 
     def restore(self, saved: Saved, pages: list[int]) -> None:
         index = to_device(pages, self.k.device)
-        for pool, tensor in zip(self.pools, (saved.k, saved.v, saved.positions, saved.landmarks), strict=True):
+        for pool, tensor in zip(self.page_pools, saved.pools, strict=True):
             pool[:, index] = tensor.to(pool.device)
 
 
@@ -218,7 +229,8 @@ class PrefillStep:
         cache.positions[:, self.page_T, :, self.offset_T] = slots_T.int()[:, None, None]
         self.pages_N, self.counts_N = to_device(np.stack(np.unique(page, return_counts=True)), device)
 
-        # A prompt shorter than the ring leaves the rest of it zero; by the time a policy reads it, it is full.
+        # A prompt shorter than the ring leaves the rest of it zero; by the time a policy reads it, it is full, or the
+        # policy counts how many of the queries there are.
         last = np.flatnonzero(slots >= lengths[owner] - num_queries)
         ring = np.stack([last, owner[last], slots[last] % max(num_queries, 1)])
         self.last_token, self.last_prompt, self.last_slot = to_device(ring, device)

@@ -9,10 +9,20 @@ from __future__ import annotations
 
 import torch
 
+from sparse_rl.kernels.backend import use_triton
 from sparse_rl.kernels.decode import gather_pages_ref
 from sparse_rl.kernels.landmarks import write_landmarks
 from sparse_rl.kv.cache import PagedCache
 from sparse_rl.kv.policy import Entries, EvictPolicy
+
+COPIED_ENTRIES = 1 << 19  # slots of all layers cut at once where copies of them are made, as the references do
+
+
+def rows_at_once(cache: PagedCache, policy: EvictPolicy, lengths: list[int]) -> int:
+    """How many of the rows to cut in one call, so that copies stay small."""
+    if lengths and (policy.copies or not use_triton(cache.k)):
+        return max(1, COPIED_ENTRIES // (max(lengths) * cache.shape.num_layers))
+    return max(1, len(lengths))
 
 
 @torch.profiler.record_function("compaction")
@@ -26,32 +36,47 @@ def compress(
     prompt_lens_B: torch.Tensor,
     queries_LBWHD: torch.Tensor,
     max_count: int,  # the most entries a row keeps
+    cut_B: torch.Tensor | None = None,  # entries that the row's last cut left, 0 before its first; scores need it
     record: bool = False,
 ) -> torch.Tensor | None:
     """Cut each row to the policy's target, in place. Returns the kept positions, L B K max_count, if asked to."""
+    assert cut_B is not None or not policy.keeps_score, "scores are known of what a cut left alone: say what it left"
+    cut_B = torch.zeros_like(lengths_B) if cut_B is None else cut_B
     num_layers, num_pages = cache.k.shape[:2]
     batch, device = pages_BN.shape[0], pages_BN.device
     base_L = torch.arange(0, num_layers * num_pages, num_pages, device=device)
     pages_BN = (pages_BN + base_L[:, None, None]).flatten(0, 1)
-    lengths_B, contexts_B, prompt_lens_B = torch.stack([lengths_B, contexts_B, prompt_lens_B]).repeat(1, num_layers)
-    pools = tuple(pool.flatten(0, 1) for pool in (cache.k, cache.v, cache.positions))
+    counted = torch.stack([lengths_B, contexts_B, prompt_lens_B, cut_B]).repeat(1, num_layers)
+    lengths_B, contexts_B, prompt_lens_B, cut_B = counted
+    pools = tuple(pool.flatten(0, 1) for pool in cache.pools)
     positions_BKS = gather_pages_ref(pools[2], pages_BN)
 
     # How far a slot lies behind the newest one: 0 is the newest, below 0 are slots not written yet.
-    age_BS = lengths_B[:, None] - 1 - torch.arange(positions_BKS.shape[-1], device=device)
+    slot = torch.arange(positions_BKS.shape[-1], device=device)
+    age_BS = lengths_B[:, None] - 1 - slot
     written_BS = age_BS >= 0
-    oldest_B = (contexts_B.view(num_layers, batch) - cache.windows[:, None]).flatten()  # out of the layer's window
+    windows_B = cache.windows.repeat_interleave(batch)
+    oldest_B = contexts_B - windows_B  # out of the layer's window
+    scores_BKS = None
+    if policy.keeps_score:  # a fresh entry's slot has what others left there
+        scored_BS = slot < cut_B[:, None]
+        scores_BKS = gather_pages_ref(pools[3], pages_BN).masked_fill(~scored_BS[:, None], 0.0)
     entries = Entries(
         k_PKSD=pools[0],
         v_PKSD=pools[1],
         pages_BN=pages_BN,
         lengths_B=lengths_B,
+        fresh_B=lengths_B - cut_B,
+        contexts_B=contexts_B,
         prompt_lens_B=prompt_lens_B,
         positions_BKS=positions_BKS,
         live_BKS=written_BS[:, None] & (positions_BKS > oldest_B[:, None, None]),
-        recent_BS=written_BS & (age_BS < policy.num_queries),
+        recent_BS=written_BS & (age_BS < policy.num_recent),
         queries_BHWD=queries_LBWHD.flatten(0, 1).transpose(1, 2),
         scale_B=cache.scales.repeat_interleave(batch),
+        windows_B=windows_B,
+        num_layers=num_layers,
+        scores_BKS=scores_BKS,
     )
     kept_BKT = policy.evict(entries, pools, max_count=max_count)
     if cache.num_landmarks:

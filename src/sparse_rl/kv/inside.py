@@ -16,7 +16,7 @@ INSIDE: dict[str, type[SelectPolicy]] = {policy.name: policy for policy in (Page
 
 
 @cache
-def inside(select: str, budget: int | None) -> SelectPolicy | None:
+def inside(select: str, budget: int | str | None) -> SelectPolicy | None:
     """The select policy that these settings of an evicting one ask for."""
     if select == "none":
         if budget is not None:
@@ -27,6 +27,6 @@ def inside(select: str, budget: int | None) -> SelectPolicy | None:
         return None
     if select not in INSIDE:
         raise ValueError(f"kv.select is {select!r}; choose one of none, {', '.join(INSIDE)}.")
-    if budget is not None and budget < 1:
+    if isinstance(budget, int) and budget < 1:
         raise ValueError(f"kv.select_budget is {budget}; it must be at least 1.")
     return INSIDE[select]() if budget is None else INSIDE[select](budget=budget)

@@ -8,13 +8,15 @@ how important each entry is (`importance`). Which entries may not be dropped is 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Literal, TypeVar
 
 import torch
 
 from sparse_rl.kernels.compact import select_and_compact
 from sparse_rl.kernels.decode import gather_pages_ref
+from sparse_rl.kv.schedule import Schedule, load
+from sparse_rl.model.dry_run import AttentionShape
 
 if TYPE_CHECKING:
     from sparse_rl.kv.select import SelectPolicy
@@ -24,18 +26,23 @@ N = TypeVar("N", int, torch.Tensor)  # one count, or a row of them
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entries:
-    """Cache entries to compress, as a policy sees them; a row is one layer of one sequence."""
+    """Cache entries to compress, as a policy sees them; a row is one layer of one sequence, layer by layer."""
 
     k_PKSD: torch.Tensor  # the pool; keys after rotation
     v_PKSD: torch.Tensor
     pages_BN: torch.Tensor  # the rows' pages in it
     lengths_B: torch.Tensor  # entries held
+    fresh_B: torch.Tensor  # entries of them that came since the row was last cut
+    contexts_B: torch.Tensor  # tokens seen
     prompt_lens_B: torch.Tensor
     positions_BKS: torch.Tensor  # logical
     live_BKS: torch.Tensor  # bool: written, and inside the layer's window if it has one
-    recent_BS: torch.Tensor  # bool: the entries of the remembered queries, the newest `num_queries` slots
-    queries_BHWD: torch.Tensor  # the last `num_queries` queries, in any order
+    recent_BS: torch.Tensor  # bool: the newest `num_recent` slots
+    queries_BHWD: torch.Tensor  # the last `num_queries` queries, that of position p at p % num_queries
     scale_B: torch.Tensor  # what attention multiplies q . k by
+    windows_B: torch.Tensor  # the layer's window
+    num_layers: int
+    scores_BKS: torch.Tensor | None = None  # of a policy that keeps them; 0 where the entry is fresh
 
     @property
     def k_BKSD(self) -> torch.Tensor:  # noqa: N802
@@ -74,35 +81,59 @@ class KVPolicy:
         """Entries of a page where the engine's settings do not say: small pages where they are chosen among."""
         return 16 if self.selection else 64
 
+    @property
+    def bound(self) -> int | None:
+        """Most entries a decoding sequence comes to hold, if that is one number for all of them."""
+        return None
+
+    @property
+    def keeps_score(self) -> bool:
+        """Whether every entry carries a number of the policy's from one cut to the next."""
+        return False
+
+    def entry_bytes(self, shape: AttentionShape) -> int:
+        """What one token takes in every layer and KV head."""
+        return shape.entry_bytes + self.keeps_score * shape.score_bytes
+
+    def page_bytes(self, shape: AttentionShape, page_size: int) -> int:
+        """A page's entries and landmarks."""
+        return page_size * self.entry_bytes(shape) + self.num_landmarks * shape.landmark_bytes
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvictPolicy(KVPolicy, ABC):
     """Cuts a sequence's cache to `budget` entries whenever it has grown by `interval` beyond that.
 
-    budget: entries kept per layer and KV head, sinks and window included
+    budget: entries kept per layer and KV head, sinks and window included; or a schedule of them by context length
     interval: entries a cache grows by between two compressions
     sinks: first positions of the sequence that are never dropped
     protect_prompt: never drop prompt entries; they come on top of the budget
     select: policy by which a decode step chooses the pages it reads among those left, pages_mean or quest; or none
-    select_budget: entries it reads, if not that policy's own number
+    select_budget: entries it reads, or a schedule of them, if not that policy's own number
+    index: "per_head" keeps what is best for each layer and KV head; "shared" keeps one set for all of them
     """
 
-    budget: int = 512
+    budget: int | str = 512
     interval: int = 128
     sinks: int = 0
     protect_prompt: bool = False
     select: Literal["none", "pages_mean", "quest"] = "none"
-    select_budget: int | None = None
+    select_budget: int | str | None = None
+    index: Literal["per_head", "shared"] = "per_head"
 
     def __post_init__(self) -> None:
-        at_least(self, "budget", 1)
+        if not isinstance(self.budget, str):
+            at_least(self, "budget", 1)
         at_least(self, "interval", 1)
         at_least(self, "sinks", 0)
-        needed = self.sinks + self.num_queries
-        if self.budget < needed:
+        one_of(self, "index", "per_head", "shared")
+        needed = self.sinks + self.num_recent
+        least = self.schedule.budgets[0]
+        if least < needed:
+            begins = f", which begins with {least}" if isinstance(self.budget, str) else ""
             raise ValueError(
-                f"kv.budget is {self.budget}, but the protected entries alone are {needed} (sinks {self.sinks} + "
-                f"window {self.num_queries}); raise kv.budget to {needed} or more, or protect less."
+                f"kv.budget is {self.budget}{begins}, but the protected entries alone are {needed} "
+                f"(sinks {self.sinks} + newest {self.num_recent}); raise it to {needed} or more, or protect less."
             )
         _ = self.selection  # what is wrong with its settings is said now
 
@@ -113,32 +144,58 @@ class EvictPolicy(KVPolicy, ABC):
         return inside(self.select, self.select_budget)
 
     @property
+    def num_recent(self) -> int:
+        """How many of the newest entries are never dropped."""
+        return self.num_queries
+
+    @property
     def copies(self) -> bool:
         """Whether a cut makes copies of all the entries it is given, so that it is better given few at a time."""
         return False
 
-    def target(self, prompt_len: N) -> N:
-        """Entries per layer and KV head left after a compression."""
-        return self.budget + prompt_len * self.protect_prompt
+    @property
+    def schedule(self) -> Schedule:
+        """The budget by context length."""
+        return load(self.budget)
 
-    def trigger(self, prompt_len: N) -> N:
-        """Entries at which a decoding sequence is compressed."""
-        return self.target(prompt_len) + self.interval
+    @property
+    def bound(self) -> int | None:
+        depends = self.protect_prompt or self.schedule.budgets[0] < self.schedule.most
+        return None if depends else self.trigger(0, 0)
+
+    def target(self, prompt_len: N, context: N) -> N:
+        """Entries per layer and KV head left after a compression, once `context` tokens have been seen."""
+        budget = self.schedule.at(context) if isinstance(self.budget, str) else self.budget
+        return budget + prompt_len * self.protect_prompt
+
+    def trigger(self, prompt_len: N, context: N) -> N:
+        """Entries at which a decoding sequence is compressed. It never falls as the sequence grows."""
+        return self.target(prompt_len, context) + self.interval
 
     @abstractmethod
     def importance(self, entries: Entries) -> torch.Tensor:
         """How much each entry matters, B K S; higher is kept. Only live entries outside the window are read."""
+
+    def accumulate(self, entries: Entries) -> torch.Tensor:
+        """The entries' new scores, B K S, made of their old ones; `importance` then sees these."""
+        raise NotImplementedError(f"{self.name} keeps no score")
 
     def evict(self, entries: Entries, pools: tuple[torch.Tensor, ...], *, max_count: int) -> torch.Tensor:
         """Cut every row to min(length, target) entries, at most `max_count`, in place.
 
         Returns the slots that were kept of each row and head in storing order, B K max_count, short rows padded.
         """
+        if self.keeps_score:
+            entries = replace(entries, scores_BKS=self.accumulate(entries))
+            store_scores(pools[3], entries)
         first_B = (entries.prompt_lens_B * self.protect_prompt).clamp(min=self.sinks)
         protected_BKS = (entries.positions_BKS < first_B[:, None, None]) | entries.recent_BS[:, None]
+        protected_BKS = protected_BKS & entries.live_BKS
         importance_BKS = torch.where(entries.live_BKS, self.importance(entries), float("-inf"))
-        counts_B = torch.minimum(entries.lengths_B, self.target(entries.prompt_lens_B))
-        return self.cut(entries, pools, importance_BKS, protected_BKS & entries.live_BKS, counts_B, max_count=max_count)
+        if self.index == "shared":
+            importance_BKS, protected_BKS = share(importance_BKS, protected_BKS, entries)
+        counts_B = torch.minimum(entries.lengths_B, self.target(entries.prompt_lens_B, entries.contexts_B))
+        return self.cut(entries, pools, importance_BKS, protected_BKS, counts_B, max_count=max_count)
 
     def cut(
         self,
@@ -162,8 +219,46 @@ class EvictPolicy(KVPolicy, ABC):
         )
 
 
+def store_scores(pool_PKS: torch.Tensor, entries: Entries) -> None:
+    """Write scores to the rows' pages, where they move with their entries; what fills tables up is nobody's page."""
+    assert entries.scores_BKS is not None
+    scores_BKNS = entries.scores_BKS.unflatten(-1, (entries.pages_BN.shape[1], -1))
+    pool_PKS[entries.pages_BN] = scores_BKNS.transpose(1, 2).to(pool_PKS.dtype)
+
+
+def share(
+    importance_BKS: torch.Tensor, protected_BKS: torch.Tensor, entries: Entries
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Importance and protection of a token as a whole: mean over heads, sum over the layers that still see it.
+
+    Slot by slot, since one set for all makes a slot hold the same token everywhere. A token that some layer protects
+    is protected in all; one that no layer sees any more goes first.
+    """
+    split = (entries.num_layers, -1)
+    live_LBKS = entries.live_BKS.unflatten(0, split)
+    total_BS = importance_BKS.unflatten(0, split).masked_fill(~live_LBKS, 0.0).mean(dim=2).sum(dim=0)
+    total_BS = total_BS.masked_fill(~live_LBKS.any(dim=2).any(dim=0), float("-inf"))
+    kept_BS = protected_BKS.unflatten(0, split).any(dim=2).any(dim=0)
+    total_BS, kept_BS = (x.repeat(entries.num_layers, 1) for x in (total_BS, kept_BS))
+    return total_BS[:, None].expand_as(importance_BKS), kept_BS[:, None].expand_as(importance_BKS)
+
+
 def at_least(policy: KVPolicy, field: str, least: int) -> None:
     """Raise unless a setting of the policy is at least this much."""
     given = getattr(policy, field)
     if not isinstance(given, int) or given < least:
         raise ValueError(f"kv.{field} is {given}; it must be a whole number, at least {least}.")
+
+
+def between(policy: KVPolicy, field: str, low: float, high: float) -> None:
+    """Raise unless a setting of the policy lies between these two."""
+    given = getattr(policy, field)
+    if not low <= given <= high:
+        raise ValueError(f"kv.{field} is {given}; it must lie between {low:g} and {high:g}.")
+
+
+def one_of(policy: KVPolicy, field: str, *choices: str) -> None:
+    """Raise unless a setting of the policy is one of these."""
+    given = getattr(policy, field)
+    if given not in choices:
+        raise ValueError(f"kv.{field} is {given!r}; choose " + " or ".join(f'"{choice}"' for choice in choices) + ".")

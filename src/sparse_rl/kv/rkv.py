@@ -16,7 +16,7 @@ import torch
 
 from sparse_rl.kernels.compact import compact_ref, select_ref
 from sparse_rl.kernels.importance import redundancy
-from sparse_rl.kv.policy import Entries
+from sparse_rl.kv.policy import Entries, between, one_of
 from sparse_rl.kv.snapkv import SnapKV
 
 
@@ -36,12 +36,9 @@ class RKV(SnapKV):
     order: Literal["position", "score"] = "position"
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.lam <= 1.0:
-            raise ValueError(f"kv.lam is {self.lam}; it must lie between 0 and 1.")
-        if not -1.0 <= self.threshold <= 1.0:
-            raise ValueError(f"kv.threshold is {self.threshold}; a cosine lies between -1 and 1.")
-        if self.order not in ("position", "score"):
-            raise ValueError(f'kv.order is {self.order!r}; choose "position" or "score".')
+        between(self, "lam", 0.0, 1.0)
+        between(self, "threshold", -1.0, 1.0)
+        one_of(self, "order", "position", "score")
         SnapKV.__post_init__(self)
 
     @property

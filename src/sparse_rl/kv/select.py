@@ -19,14 +19,14 @@ from sparse_rl.kernels.decode import LayerPool
 from sparse_rl.kernels.landmarks import choose_pages
 from sparse_rl.kv.cache import DecodeStep, PagedCache
 from sparse_rl.kv.policy import KVPolicy, N, at_least
-from sparse_rl.kv.schedule import Schedule, constant
+from sparse_rl.kv.schedule import Schedule, load
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SelectPolicy(KVPolicy, ABC):
     """Reads `budget` entries of what a sequence holds, in whole pages, per layer and KV head.
 
-    budget: entries a decode step reads per layer and KV head, the pages always read included
+    budget: entries a decode step reads per layer and KV head, pages always read included; or a schedule of them
     first: pages at the beginning of the sequence that are always read
     last: pages at its end that are always read, the one being filled among them
     dense_layers: first layers that read everything
@@ -34,13 +34,14 @@ class SelectPolicy(KVPolicy, ABC):
 
     landmarks: ClassVar[int]  # of a page: 1 for the mean of its keys, 2 for their minimum and maximum
 
-    budget: int = 1024
+    budget: int | str = 1024
     first: int = 1
     last: int = 2
     dense_layers: int = 2
 
     def __post_init__(self) -> None:
-        at_least(self, "budget", 1)
+        if not isinstance(self.budget, str):
+            at_least(self, "budget", 1)
         at_least(self, "first", 0)
         at_least(self, "last", 1)
         at_least(self, "dense_layers", 0)
@@ -52,7 +53,7 @@ class SelectPolicy(KVPolicy, ABC):
     @property
     def schedule(self) -> Schedule:
         """The budget by context length."""
-        return constant(self.budget)
+        return load(self.budget)
 
     def check_page_size(self, page_size: int) -> None:
         """Raise unless the smallest budget holds the pages that are always read."""

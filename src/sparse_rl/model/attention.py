@@ -6,8 +6,9 @@ What it does depends on the context handed to the call, `model(..., kv=context)`
     a context   its `attend` decides: decode into the paged cache, packed prefill into it, or packed rows
     none        plain causal attention, as under `model.generate`
 
-A padding mask reaches only the mask function, which accepts all ones. Whatever is not implemented raises here:
-an ignored keyword would change the logits without a word.
+Under `generate(past_key_values=SparseCache(...))` no context can be handed over: there the keys carry it, and a padding
+mask goes to it. Anywhere else padding is refused. Whatever is not implemented raises here: an ignored keyword would
+change the logits without a word.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from sparse_rl.kernels.prefill import causal_attention_ref, packed_attention
 
 NAME = "sparse_rl"
+HOLDER = "sparse_rl_holder"
 
 # Keywords that travel through the layers and do not change what attention computes.
 HARMLESS = frozenset({"position_ids", "use_cache", "cache_position"})
@@ -44,6 +46,14 @@ class AttentionContext(Protocol):
         window: int | None,
     ) -> torch.Tensor:
         """The attention output, B H T D."""
+        ...
+
+
+class KeyHolder(Protocol):
+    """What a cache puts into the attribute HOLDER of the keys it hands out."""
+
+    def context(self, num_layers: int, padding_BS: torch.Tensor | None) -> AttentionContext:
+        """Who attends; the mask is true where a token is none of the padding, B x (seen + T)."""
         ...
 
 
@@ -99,6 +109,14 @@ def attention(
             f"{type(module).__name__} has keys of width {key.shape[-1]} and values of width {value.shape[-1]}; "
             "the paged cache needs them equal."
         )
+    holder: KeyHolder | None = getattr(key, HOLDER, None)
+    if holder is not None and (attention_mask is None or attention_mask.ndim == 2):
+        kv, attention_mask = holder.context(module.config.num_hidden_layers, attention_mask), None  # type: ignore[union-attr,arg-type]
+    if attention_mask is not None and attention_mask.ndim == 2:
+        raise ValueError(
+            "got a padding mask, which this attention does not read: pack the rows (`kv=PackedRows(...)`), generate "
+            "with `past_key_values=SparseCache(...)`, or load the model with attn_implementation='sdpa'."
+        )
     if attention_mask is not None and (kv is None or attention_mask.numel()):  # an empty one marks packed rows
         raise UnsupportedModelError(
             "attention got a mask, which it does not read; packed rows go with `model(..., kv=PackedRows(...))`."
@@ -123,18 +141,17 @@ def attention_mask(
     device: torch.device | None = None,
     **kwargs: Any,
 ) -> torch.Tensor | None:
-    """Registered with transformers. None for plain causal attention, a marker for packed rows (see `attention`)."""
-    if attention_mask is not None and not bool(attention_mask.all()):
-        raise ValueError(
-            "got a padding mask, which this attention does not read: pack the rows (`kv=PackedRows(...)`) "
-            "or load the model with attn_implementation='sdpa'."
-        )
+    """Registered with transformers. None for plain causal attention, the mask itself where there is padding, a marker
+    for packed rows (see `attention`).
+    """
     if use_vmap:
         raise UnsupportedModelError(
             "the model adds its own mask to causal attention, which sparse_rl does not implement."
         )
     if not isinstance(q_offset, int) or q_offset + q_length != kv_offset + kv_length:
         raise ValueError("static caches are not supported by this attention; use the default dynamic cache.")
+    if attention_mask is not None and not bool(attention_mask.all()):
+        return attention_mask
     if not allow_is_causal_skip:
         return torch.empty(0, device=device)
     return None

@@ -45,10 +45,20 @@ class AttentionShape:
         """Key, value and position of one token in every layer and KV head."""
         return self.num_layers * self.num_kv_heads * (2 * self.head_dim * self.dtype.itemsize + 4)
 
-    def page_bytes(self, page_size: int, num_landmarks: int) -> int:
-        """A page's entries and landmarks."""
-        landmarks = self.num_layers * self.num_kv_heads * num_landmarks * self.head_dim * self.dtype.itemsize
-        return page_size * self.entry_bytes + landmarks
+    @property
+    def landmark_bytes(self) -> int:
+        """One vector for each page in every layer and KV head."""
+        return self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+
+    @property
+    def precise(self) -> torch.dtype:
+        """What scales and scores are held in."""
+        return torch.float64 if self.dtype == torch.float64 else torch.float32
+
+    @property
+    def score_bytes(self) -> int:
+        """One number for each entry of a token in every layer and KV head."""
+        return self.num_layers * self.num_kv_heads * self.precise.itemsize
 
     def query_bytes(self, num_queries: int) -> int:
         """The remembered queries of one sequence."""

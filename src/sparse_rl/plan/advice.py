@@ -156,7 +156,7 @@ def _sparse(plan: Plan) -> tuple[str, Run] | None:
 
 def _smaller_budget(plan: Plan) -> tuple[str, Run] | None:
     policy = plan.run.kv
-    if not isinstance(policy, EvictPolicy) or policy.budget // 2 < SMALLEST_BUDGET:
+    if not isinstance(policy, EvictPolicy) or isinstance(policy.budget, str) or policy.budget // 2 < SMALLEST_BUDGET:
         return None
     return f"kv.budget {policy.budget // 2}", replace(plan.run, kv=replace(policy, budget=policy.budget // 2))
 

@@ -85,7 +85,7 @@ class Run:
     @property
     def bounded(self) -> bool:
         """Whether the pool stays through learning, as the engine decides it."""
-        return isinstance(self.kv, EvictPolicy) and not self.kv.protect_prompt
+        return self.kv.bound is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,7 +143,7 @@ class Plan:
 
     @property
     def page_bytes(self) -> int:
-        return _page_bytes(self.size, self.run)
+        return self.run.kv.page_bytes(self.size.attention, self.run.page_size)
 
     @property
     def rows_in_flight(self) -> int:
@@ -165,7 +165,7 @@ def make_plan(size: ModelSize, run: Run, device: Device) -> Plan:
         used = sum(line.bytes for line in (*resident, *state) if line.where == "device" and "rollout" in line.stages)
         free = device.memory - used - sum(line.bytes for line in outside if line.name == "CUDA context")
         spare = free - int(GPU_RESERVE * device.memory) if device.cuda else int(HOST_SHARE * free)
-        pages = min(wanted, max(spare // _page_bytes(size, run), pages_a_row))
+        pages = min(wanted, max(spare // run.kv.page_bytes(size.attention, run.page_size), pages_a_row))
     phases = (*_rollout(size, run, device), *_learning(size, run, device), *outside)
 
     def plan(*, pool_stays: bool) -> Plan:
@@ -241,29 +241,27 @@ def _longest(size: ModelSize, run: Run) -> Sequence:
     return Sequence(request=0, prompt_idx=0, prompt_len=run.prompt, max_tokens=completion)
 
 
-def _page_bytes(size: ModelSize, run: Run) -> int:
-    return size.attention.page_bytes(run.page_size, run.kv.num_landmarks)
-
-
 def _pool(size: ModelSize, run: Run, pages: int, stays: bool) -> Footprint:
     landmarks = f" and {run.kv.num_landmarks} landmarks" if run.kv.num_landmarks else ""
+    entry_bytes = run.kv.entry_bytes(size.attention)
     held = f"to {run.length:,} tokens a row"
     if isinstance(run.kv, EvictPolicy):
-        held = f"{run.kv.budget} + {run.kv.interval} entries a row"
+        at = f" ({run.kv.schedule.at(run.length):,} at {run.length:,} tokens)" if isinstance(run.kv.budget, str) else ""
+        held = f"{run.kv.budget}{at} + {run.kv.interval} entries a row"
         held += ", and its prompt" if run.kv.protect_prompt else ""
         held += "" if stays or not run.bounded else "; given back for learning"
     return Footprint(
         name="KV pool",
-        bytes=(pages + 1) * _page_bytes(size, run),  # and the page that is nobody's
+        bytes=(pages + 1) * run.kv.page_bytes(size.attention, run.page_size),  # and the page that is nobody's
         stages=ALWAYS if stays else ("rollout",),
-        formula=f"{pages + 1:,} pages x {run.page_size} entries x {size.attention.entry_bytes:,}{landmarks}: {held}",
+        formula=f"{pages + 1:,} pages x {run.page_size} entries x {entry_bytes:,}{landmarks}: {held}",
     )
 
 
 def _rows_state(size: ModelSize, run: Run) -> list[Footprint]:
     """Query rings, page tables, and tokens on their way to the host: made by the engine's own code, without memory."""
     longest = entries_reached(run.kv, _longest(size, run))
-    entries = run.kv.trigger(0) if run.bounded and isinstance(run.kv, EvictPolicy) else 1 << (longest - 1).bit_length()
+    entries = run.kv.bound or 1 << (longest - 1).bit_length()
     return [
         Footprint(
             name="rows",
@@ -305,13 +303,13 @@ def _rollout(size: ModelSize, run: Run, device: Device) -> list[Footprint]:
         ),
     ]
     if isinstance(run.kv, EvictPolicy):
-        entries = rows * run.kv.trigger(run.prompt) * shape.num_layers * shape.num_kv_heads
+        entries = rows * run.kv.trigger(run.prompt, run.length) * shape.num_layers * shape.num_kv_heads
         lines.append(
             Footprint(
                 name="compression",
-                bytes=32 * entries,
+                bytes=32 * entries + rows * shape.query_bytes(run.kv.num_queries),
                 stages=("rollout",),
-                formula=f"{entries:,} entries of all layers and KV heads x 32: scores, positions, slots",
+                formula=f"{entries:,} entries of all layers and KV heads x 32: scores, positions, slots; queries",
             )
         )
     return lines

@@ -99,7 +99,7 @@ def points(run: Run, metric: str) -> tuple[list[float], list[float], list[float]
 def draw_svg(plot: Plot, runs: list[Run]) -> str:
     """An element for a page that itself says which colour is which run."""
     file = io.StringIO()
-    with _style():
+    with plot_style():
         nameless = dict.fromkeys(("Creator", "Date", "Format", "Type"))
         _figure(plot, runs).savefig(file, format="svg", transparent=True, metadata=nameless)
     text = file.getvalue()
@@ -112,7 +112,7 @@ def draw_svg(plot: Plot, runs: list[Run]) -> str:
 def draw_png(plot: Plot, runs: list[Run]) -> bytes:
     """A picture that stands alone, with its own legend of the runs."""
     file = io.BytesIO()
-    with _style():
+    with plot_style():
         figure = _figure(plot, runs)
         if len(runs) > 1:
             names = [run.name if len(run.name) <= 32 else f"{run.name[:31]}…" for run in runs]
@@ -126,7 +126,7 @@ def draw_png(plot: Plot, runs: list[Run]) -> bytes:
     return file.getvalue()
 
 
-def _style() -> AbstractContextManager[None]:
+def plot_style() -> AbstractContextManager[None]:
     try:
         import matplotlib
     except ImportError as error:

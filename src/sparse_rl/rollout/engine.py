@@ -207,14 +207,7 @@ class Engine:
     @property
     def bounded(self) -> bool:
         """Whether the pool is the same small size whatever the answers' length, so that it need not be released."""
-        return self._bound is not None
-
-    @property
-    def _bound(self) -> int | None:
-        """Most entries a decoding sequence can come to hold, if that does not depend on the sequence."""
-        if isinstance(self.kv, EvictPolicy) and not self.kv.protect_prompt:
-            return self.kv.trigger(0)
-        return None
+        return self.kv.bound is not None
 
     def _check_idle(self) -> None:
         if self.busy:
@@ -227,7 +220,7 @@ class Engine:
 
     @property
     def _page_bytes(self) -> int:
-        return self.loaded.shape.page_bytes(self.page_size, self.kv.num_landmarks)
+        return self.kv.page_bytes(self.loaded.shape, self.page_size)
 
     def _prompt(self, prompt: Prompt | str | SequenceOf[int], index: int) -> Prompt:
         if isinstance(prompt, str):
@@ -319,6 +312,7 @@ class Engine:
                     num_rows=self.config.rows,
                     num_queries=self.kv.num_queries,
                     num_landmarks=self.kv.num_landmarks,
+                    keeps_score=self.kv.keeps_score,
                 )
             self.cache.resume(num_pages)
         except (RuntimeError, MemoryError) as error:
@@ -333,7 +327,7 @@ class Engine:
         """The decode step of these settings, kept with its graphs between calls."""
         # Room for later calls, so that their graphs are these.
         longest = max(entries_reached(self.kv, sequence) for sequence in sequences)
-        max_entries = self._bound or 1 << (longest - 1).bit_length()
+        max_entries = self.kv.bound or 1 << (longest - 1).bit_length()
         baked = (sampling.temperature, sampling.top_p, sampling.top_k, sampling.top_logprobs)
         decoder = self.decoders.pop(baked, None)
         if decoder is None or decoder.max_entries < max_entries:

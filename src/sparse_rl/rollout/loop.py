@@ -122,10 +122,10 @@ class Loop:
         if held:
             runner.prefill(held, self.prompts)
         if isinstance(policy, EvictPolicy):
-            long = [prompt for prompt in held if prompt.num_entries > policy.target(prompt.prompt_len)]
+            long = [prompt for prompt in held if prompt.num_entries > policy.target(prompt.prompt_len, prompt.seen)]
             runner.compress_prompts(long)
             for prompt in long:
-                scheduler.settle(prompt, policy.target(prompt.prompt_len))
+                scheduler.settle(prompt, policy.target(prompt.prompt_len, prompt.seen))
         starts = scheduler.start()
         if starts:
             for start in starts:
@@ -158,10 +158,10 @@ class Loop:
             sequence.num_entries += steps
             sequence.num_drawn += steps
         if isinstance(policy, EvictPolicy):
-            due = [s for s in running if s.num_entries >= policy.trigger(s.prompt_len)]
+            due = [s for s in running if s.num_entries >= policy.trigger(s.prompt_len, s.seen)]
             runner.compress(due)
             for sequence in due:
-                scheduler.compacted(sequence, policy.target(sequence.prompt_len))
+                scheduler.compacted(sequence, policy.target(sequence.prompt_len, sequence.seen))
         self.retire(running)
 
     def retire(self, sequences: list[Sequence]) -> None:
@@ -292,7 +292,7 @@ class Loop:
         num_tokens = len(sequence.token_ids)
         contexts = range(sequence.prompt_len + 1, sequence.prompt_len + num_tokens)  # of the decode steps
         peak = max(sequence.prompt_len, *sequence.held, 0)
-        page_bytes = self.shape.page_bytes(self.scheduler.pool.page_size, self.policy.num_landmarks)
+        page_bytes = self.policy.page_bytes(self.shape, self.scheduler.pool.page_size)
         return Rollout(
             prompt=self.prompts[sequence.prompt_idx],
             sample=sequence.request % self.sampling.n,

@@ -8,9 +8,8 @@ from typing import TypeVar
 
 import torch
 
-from sparse_rl.kernels.backend import use_triton
 from sparse_rl.kv.cache import PrefillStep, Saved, to_device
-from sparse_rl.kv.compress import compress
+from sparse_rl.kv.compress import compress, rows_at_once
 from sparse_rl.kv.policy import EvictPolicy, KVPolicy
 from sparse_rl.model.attention import packed_positions
 from sparse_rl.rollout.decoder import Decoder
@@ -21,8 +20,6 @@ from sparse_rl.types import Prompt
 
 T = TypeVar("T")
 Item = TypeVar("Item", Sequence, HeldPrompt)
-
-COMPRESS_ENTRIES = 1 << 19  # slots of all layers cut at once where copies of them are made, as the references do
 
 
 class Runner:
@@ -95,8 +92,8 @@ class Runner:
             rows_B = self._ints([sequence.row for sequence in chunk])
             self._compress(chunk, self.cache.queries.index_select(1, rows_B))
         if sequences:
-            rows, targets = [s.row for s in sequences], [self.policy.target(s.prompt_len) for s in sequences]
-            self.rows.set_entries(rows, targets)
+            targets = [self.policy.target(s.prompt_len, s.seen) for s in sequences]
+            self.rows.set_entries([s.row for s in sequences], targets)
 
     def save(self, sequence: Sequence, pages: list[int]) -> None:
         self.saved[sequence.request] = self.cache.save(pages)
@@ -122,9 +119,9 @@ class Runner:
 
     def _compress(self, items: SequenceOf[Sequence | HeldPrompt], queries_LBWHD: torch.Tensor) -> None:
         assert isinstance(self.policy, EvictPolicy)
-        counts = [min(item.num_entries, self.policy.target(item.prompt_len)) for item in items]
-        lengths_B, contexts_B, prompt_lens_B = self._ints(
-            [[item.num_entries, item.seen, item.prompt_len] for item in items]
+        counts = [min(item.num_entries, self.policy.target(item.prompt_len, item.seen)) for item in items]
+        lengths_B, contexts_B, prompt_lens_B, cut_B = self._ints(
+            [[item.num_entries, item.seen, item.prompt_len, item.num_cut] for item in items]
         ).T
         kept = compress(
             self.cache,
@@ -135,19 +132,18 @@ class Runner:
             prompt_lens_B=prompt_lens_B,
             queries_LBWHD=queries_LBWHD,
             max_count=max(counts),
+            cut_B=cut_B,
             record=self.record_kept,
         )
         for i, item in enumerate(items):
+            item.num_cut = counts[i]
             item.compressed_at.append(item.seen - item.prompt_len)
             if kept is not None:
                 item.kept_positions.append(kept[:, i, :, : counts[i]].clone())
 
     def _chunks(self, items: list[Item]) -> list[list[Item]]:
-        size = max(1, len(items))
         assert isinstance(self.policy, EvictPolicy)
-        if items and (self.policy.copies or not use_triton(self.cache.k)):
-            largest = max(item.num_entries for item in items)
-            size = max(1, COMPRESS_ENTRIES // (largest * self.cache.shape.num_layers))
+        size = rows_at_once(self.cache, self.policy, [item.num_entries for item in items])
         return [items[start : start + size] for start in range(0, len(items), size)]
 
     def _pages(self, items: SequenceOf[Sequence | HeldPrompt]) -> torch.Tensor:

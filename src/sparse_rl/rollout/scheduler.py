@@ -35,9 +35,13 @@ class Start:
 
 def entries_reached(policy: KVPolicy, sequence: Sequence) -> int:
     """Most entries a sequence can come to hold after its prefill."""
-    if isinstance(policy, EvictPolicy):
-        return min(sequence.final_entries, policy.trigger(sequence.prompt_len))
-    return sequence.final_entries
+    final, prompt_len = sequence.final_entries, sequence.prompt_len
+    if not isinstance(policy, EvictPolicy):
+        return final
+    # Where the budget steps up, a cache that is short of the trigger by one or more grows by an entry a token.
+    steps = [start for start in policy.schedule.starts if prompt_len < start <= final]
+    growing = [policy.trigger(prompt_len, start - 1) + final - start for start in steps]
+    return min(final, policy.trigger(prompt_len, final), *growing)
 
 
 def entries_needed(policy: KVPolicy, sequence: Sequence) -> int:
@@ -79,7 +83,8 @@ class Scheduler:
         for sequence in self.running:
             most = min(most, sequence.max_tokens - sequence.num_drawn)
             if isinstance(self.policy, EvictPolicy):
-                most = min(most, self.policy.trigger(sequence.prompt_len) - sequence.num_entries)
+                # The trigger may rise meanwhile, never fall: it is not passed unseen.
+                most = min(most, self.policy.trigger(sequence.prompt_len, sequence.seen) - sequence.num_entries)
         return most
 
     def resume(self) -> list[Sequence]:
@@ -212,7 +217,7 @@ class Scheduler:
     def _start_cost(self, sequence: Sequence, *, last: bool) -> int:
         """Pages a start takes from what is available, once its prompt is held (and compressed, if it is long)."""
         if isinstance(self.policy, EvictPolicy):
-            held = min(sequence.prompt_len, self.policy.target(sequence.prompt_len))
+            held = min(sequence.prompt_len, self.policy.target(sequence.prompt_len, sequence.prompt_len))
             return self._reach(sequence) - (self.pool.pages_for(held) if last else 0)
         return 1 if last or sequence.prompt_len % self.pool.page_size == 0 else 2
 
@@ -236,6 +241,7 @@ class Scheduler:
         prompt.num_pending -= 1
         self.pending[prompt.prompt_idx] -= 1
         sequence.num_entries = prompt.num_entries
+        sequence.num_cut = prompt.num_cut
         sequence.num_drawn = 1
         self._run(sequence)
         return Start(sequence, prompt, sources, targets)

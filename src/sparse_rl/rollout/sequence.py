@@ -21,6 +21,7 @@ class Sequence:
     holding: Holding | None = None  # its pages, while it runs
     row: int = -1  # its query ring, while it runs
     num_entries: int = 0  # physical: entries held per layer and KV head
+    num_cut: int = 0  # entries that its last compression left; 0 before the first
 
     num_drawn: int = 0  # tokens drawn; `token_ids` follows when they have come from the device
 
@@ -60,6 +61,7 @@ class HeldPrompt:
     holding: Holding
     num_entries: int
     num_pending: int  # samples not started
+    num_cut: int = 0  # entries that a compression left; 0 without one
     queries_LWHD: torch.Tensor | None = None
     logits_V: torch.Tensor | None = None  # of the last prompt token
     compressed_at: list[int] = field(default_factory=list)

@@ -82,17 +82,19 @@ class Chain:
             columns += [increment.gather(1, at)[:, 0], constant(";")]
         prompts = torch.stack([*columns, TOKEN["a"] + current, constant("|")], dim=1)
 
-        columns, total = [], torch.zeros_like(current)
-        for left in range(self.steps - 1, -1, -1):
-            step = increment.gather(1, current[:, None])[:, 0]
-            total = (total + step) % 10
-            following = successor.gather(1, current[:, None])[:, 0]
-            columns += [TOKEN["a"] + current, constant("?"), step, constant("="), total]
-            columns += [constant(">"), TOKEN["a"] + following, *(constant(digit) for digit in f"{left:02d}")]
-            columns += [constant(".")] * self.filler
-            current = following
-        chains = torch.stack([*columns, constant("!"), total, constant(EOS)], dim=1)
-        return Problems(prompts=prompts, chains=chains, answers=total)
+        path = [current]
+        for _ in range(self.steps):
+            path.append(successor.gather(1, path[-1][:, None])[:, 0])
+        letters = torch.stack(path, dim=1)  # where each step is, and the last one leads
+        steps = increment.gather(1, letters[:, :-1])
+        totals = steps.cumsum(dim=1) % 10
+        left = torch.arange(self.steps - 1, -1, -1, device=generator.device).expand_as(steps)
+        a, ask, equal, go, dot = (torch.full_like(steps, TOKEN[symbol]) for symbol in "a?=>.")
+        columns = [a + letters[:, :-1], ask, steps, equal, totals, go, a + letters[:, 1:], left // 10, left % 10]
+        written = torch.stack([*columns, *[dot] * self.filler], dim=2).flatten(1)
+        answers = totals[:, -1]
+        end = torch.stack([constant("!"), answers, constant(EOS)], dim=1)
+        return Problems(prompts=prompts, chains=torch.cat([written, end], dim=1), answers=answers)
 
     @property
     def rewards(self) -> Rewards:

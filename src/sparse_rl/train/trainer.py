@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from sparse_rl.evaluate import EvalConfig, summary
-from sparse_rl.kv import Full, KVPolicy
+from sparse_rl.kv import Full, KVPolicy, policy_record
 from sparse_rl.model.load import LoadedModel
 from sparse_rl.model.lora import LoraConfig, add_adapters
 from sparse_rl.objective.advantage import advantages
@@ -232,7 +232,7 @@ class Trainer:
             "dtype": str(self.loaded.model.dtype).removeprefix("torch."),
             "device": self.loaded.model.device.type,
             "task": task_settings(self.task),
-            "kv": {"policy": self.kv.name, **asdict(self.kv)},
+            "kv": policy_record(self.kv),
             "sampling": asdict(self.sampling),
             "engine": asdict(self.engine_config),
             "correction": {"preset": preset_name(self.correction), **asdict(self.correction)},

@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Part e: where time and memory go, dense against sparse, at three lengths (Qwen2.5-1.5B's shape, random weights).
+
+python benchmarks/evidence/part_e.py --jobs 1
+python benchmarks/evidence/part_e.py --jobs 1 --only qwen2.5-1.5b-sparse-2048
+"""
+
+from __future__ import annotations
+
+from cells import Cell, Testbed
+from pool import main
+
+RESPONSES = (2048, 8192, 16384)
+SETTINGS = {
+    "shape": "qwen2.5-1.5b",
+    "sequences": 32,
+    "prompt": 128,
+    "interval": 128,
+    "max_tokens": 16512,
+    "activations": "recompute",
+}
+
+
+def cells(_: Testbed) -> list[Cell]:
+    """The same whatever the testbed; each has the GPU for itself."""
+    return [
+        Cell(
+            name=f"{SETTINGS['shape']}-{kind}-{response}",
+            part="e",
+            work="step",
+            settings=SETTINGS | {"response": response, "budget": budget},
+            alone=True,
+        )
+        for response in RESPONSES
+        for kind, budget in (("dense", 0), ("sparse", 512))
+    ]
+
+
+if __name__ == "__main__":
+    main({"e": cells}, __doc__)

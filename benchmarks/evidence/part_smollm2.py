@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SmolLM2-135M-Instruct on word problems, after a supervised warm start: three arms and part c's matrix.
+
+    python scripts/word_problems.py DATA data/words --warm-only gsm8k
+    python benchmarks/evidence/part_smollm2.py --jobs 3
+
+A sweep over the warm model finds the budget, by the rule of benchmarks/smollm2.py. A run is evaluated at its end, with
+the dense cache and with three policies at that budget and at three quarters of it.
+"""
+
+from __future__ import annotations
+
+from cells import SEEDS, Cell, Testbed
+from pool import main
+
+ARMS = ("dense", "naive", "sparse_rl")
+SETTINGS = {
+    "task": "words",
+    "data": "data/words",
+    "steps": 60,
+    "prompts": 48,
+    "lr": 1e-5,
+    "epochs": 2.0,
+    "problems": 512,
+    "sweep": 64,
+}
+
+
+def cells(_: Testbed) -> list[Cell]:
+    """The same whatever the testbed."""
+    found = [Cell(name="smollm2-start", part="smollm2", work="begin", settings=SETTINGS | {"seed": 0}, alone=True)]
+    for seed in SEEDS:
+        for arm in ARMS:
+            own = SETTINGS | {"arm": arm, "seed": seed}
+            needs = ("smollm2-start",)
+            found.append(Cell(name=f"smollm2-{arm}-s{seed}", part="smollm2", work="arm", settings=own, needs=needs))
+    return found
+
+
+if __name__ == "__main__":
+    main({"smollm2": cells}, __doc__)

@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs cells in a few long-lived processes that share one GPU.
+
+Models this small leave a GPU idle, so many run at once; a process runs one cell after the other, since imports and the
+CUDA context cost as much as a cell. What is done is in the results and is not done again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib
+import multiprocessing
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+from cells import RESULTS, TESTBEDS, Cell, Testbed, read_results, warm_cells, write_result
+
+PARTS = ("warm", "a", "b", "c", "d", "e", "f", "smollm2")
+MODELS = Path("runs/evidence/models")
+
+
+def main(parts: dict[str, Callable[[Testbed], list[Cell]]], description: str | None) -> None:
+    """The command line of one or several parts."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--testbed", nargs="+", default=["short", "long"], choices=list(TESTBEDS))
+    parser.add_argument("--only", nargs="+", metavar="CELL", help="run these again, done or not")
+    parser.add_argument("--match", default="", help="only cells whose name has this in it")
+    parser.add_argument("--list", action="store_true", help="name the cells and whether they are done")
+    parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 1) - 2), help="processes")
+    parser.add_argument("--minutes", type=float, default=1e9, help="begin nothing that would not end by then")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--models", type=Path, default=MODELS, help="folder of the models that cells leave to others")
+    args = parser.parse_args()
+    beds = [TESTBEDS[name] for name in args.testbed]
+    listed = {cell.name: cell for make in parts.values() for bed in beds for cell in make(bed)}
+    known = listed | {cell.name: cell for bed in beds for make in (warm_cells, *_makers()) for cell in make(bed)}
+    done = read_results(args.results, PARTS)
+    if args.list:
+        for name in listed:
+            print(f"{'done' if name in done else '    '}  {name}")
+        return
+    chosen = args.only or [name for name in listed if name not in done and args.match in name]
+    for name in chosen:
+        if name not in known:
+            sys.exit(f"there is no cell {name!r}; --list names them.")
+    failed = run([known[name] for name in with_needs(chosen, known, args.models)], args)
+    sys.exit(1 if failed else 0)
+
+
+def with_needs(names: list[str], known: dict[str, Cell], models: Path) -> list[str]:
+    """The cells in order, each behind those whose model it lacks."""
+    ordered: dict[str, None] = {}
+
+    def add(name: str) -> None:
+        for need in known[name].needs:
+            if need not in ordered and not (models / need / "config.json").exists():
+                add(need)
+        ordered[name] = None
+
+    for name in names:
+        add(name)
+    return list(ordered)
+
+
+def run(cells: list[Cell], args: argparse.Namespace) -> list[str]:
+    """Run all there is time for; the names of those that failed."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the processes end too
+    began, waiting, failed = time.monotonic(), list(cells), []
+    deadline = began + 60 * args.minutes
+    missing = {cell.name for cell in cells}
+    context = multiprocessing.get_context("spawn")
+    workers: dict[Connection, tuple[Any, Cell | None]] = {}
+    longest: dict[str, float] = {}  # seconds of the slowest cell of each kind so far
+    finished = 0
+    while True:
+        for connection, (_, at_hand) in list(workers.items()):
+            busy = [cell for _, cell in workers.values() if cell is not None]
+            if at_hand is None and (cell := _next(waiting, missing, failed, busy, longest, deadline)) is not None:
+                waiting.remove(cell)
+                workers[connection] = (workers[connection][0], cell)
+                connection.send(cell)
+        busy = [cell for _, cell in workers.values() if cell is not None]
+        startable = _next(waiting, missing, failed, busy, longest, deadline) is not None
+        if startable and len(workers) < args.jobs:
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_worker, args=(theirs, args.device, args.models), daemon=True)
+            process.start()
+            theirs.close()
+            workers[ours] = (process, None)
+            continue
+        if not busy:
+            break
+        for ready in wait([c for c, (_, cell) in workers.items() if cell is not None]):
+            assert isinstance(ready, Connection)
+            process, cell = workers[ready]
+            assert cell is not None
+            try:
+                record = ready.recv()
+                workers[ready] = (process, None)
+            except (EOFError, OSError):  # the process is gone, with its cell
+                record = {"error": "the process died; was it out of memory?"}
+                del workers[ready]
+            if "error" in record:
+                failed.append(cell.name)
+                print(f"{cell.name} failed: {record['error']}", file=sys.stderr, flush=True)
+                continue
+            missing.discard(cell.name)
+            finished += 1
+            kind = _kind(cell)
+            longest[kind] = max(longest.get(kind, 0.0), record["seconds"])
+            write_result(args.results, record)
+            clock = time.monotonic() - began
+            print(f"[{finished}/{len(cells)}, {clock:.0f} s] {cell.name} {record['seconds']:.0f} s", flush=True)
+    for connection, (process, _) in workers.items():
+        connection.close()
+        process.join(timeout=20)
+    print(
+        f"{finished} cells in {time.monotonic() - began:.0f} s, {len(failed)} failed, {len(waiting)} left", flush=True
+    )
+    return failed
+
+
+def _next(
+    waiting: list[Cell],
+    missing: set[str],
+    failed: list[str],
+    busy: list[Cell],
+    longest: dict[str, float],
+    deadline: float,
+) -> Cell | None:
+    """The next cell that may begin now, if there is one."""
+    if any(cell.alone for cell in busy):
+        return None
+    for cell in waiting:
+        late = time.monotonic() + longest.get(_kind(cell), 0.0) > deadline
+        if late or any(need in missing or need in failed for need in cell.needs) or (cell.alone and busy):
+            continue
+        return cell
+    return None
+
+
+def _kind(cell: Cell) -> str:
+    """Cells that take about as long."""
+    return f"{cell.work} {cell.settings.get('testbed', {}).get('name')} {cell.settings.get('updates_per_rollout')}"
+
+
+def _worker(connection: Connection, device: str, models: Path) -> None:
+    """Run what is sent, until the other end is closed."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    import torch
+    from transformers.utils.logging import disable_progress_bar
+
+    torch.set_num_threads(1)
+    disable_progress_bar()
+    from sparse_rl.runfolder import provenance
+
+    about = provenance(torch.device(device))
+    while True:
+        try:
+            cell: Cell = connection.recv()
+        except EOFError:
+            return
+        began = time.monotonic()
+        try:
+            module = importlib.import_module({"e": "timing", "smollm2": "real"}.get(cell.part, "work"))
+            results = getattr(module, cell.work)(cell, device, models)
+            record = {"cell": cell.name, "part": cell.part, **about, "settings": cell.settings, "results": results}
+            record["seconds"] = round(time.monotonic() - began, 1)
+        except (Exception, SystemExit):  # the next cell may fare better
+            record = {"error": traceback.format_exc()[-2000:]}
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()  # others need it
+        connection.send(record)
+
+
+def _makers() -> list[Callable[[Testbed], list[Cell]]]:
+    """Every part's cells, for --only and for what a cell needs."""
+    return [importlib.import_module(f"part_{part}").cells for part in PARTS[1:]]

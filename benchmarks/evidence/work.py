@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a cell does: train a testbed's model, train an arm, evaluate under several caches, measure before training.
+
+Every function takes the cell, the device and the folder of models, and returns what goes into the results.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from cells import HERE, Cell
+
+from sparse_rl.evaluate import EvalConfig, evaluate
+from sparse_rl.kv import Full, KVPolicy, build_policy
+from sparse_rl.metrics import read_log
+from sparse_rl.model.load import LoadedModel, load
+from sparse_rl.objective.correction import PRESETS
+from sparse_rl.objective.mismatch import CATASTROPHIC, diagnose, overlap_bounds, overlap_ids
+from sparse_rl.rollout import Engine, EngineConfig, Sampling
+from sparse_rl.score import score
+from sparse_rl.tasks import Chain
+from sparse_rl.train import OptimizerConfig, Trainer, TrainerConfig, UpdateConfig
+from sparse_rl.train.observer import Observer
+from sparse_rl.types import Rollout, kv_saved_frac
+
+CURVES = {  # of metrics.jsonl, by short name
+    "reward": "reward",
+    "rejection": "correction/rejection_rate",
+    "catastrophic": "mismatch/catastrophic_rollout_frac",  # what the veto rejects, or would
+    "kl": "rollout_corr/kl",
+    "grad_norm": "grad_norm",
+    "length": "completions/mean_length",
+    "kv_saved": "kv/saved_frac",
+    "overlap_p05": "mismatch/overlap_p05",
+    "rollout_s": "time/rollout_s",
+    "update_s": "time/update_s",
+}
+CHECKS = 3  # parts of a run, after each of which dense accuracy is looked at
+MEASURED, MEASURED_N = 64, 8  # prompts and completions of a measurement before training
+ROWS = 1024
+
+
+def warm(cell: Cell, device: str, models: Path) -> dict[str, Any]:
+    """The testbed's model, by the repository's own script."""
+    folder = models / cell.name
+    script = HERE.parents[1] / "scripts" / "pretrain_chain.py"
+    command = [sys.executable, str(script), str(folder), *cell.settings["testbed"]["warm"], "--device", device]
+    made = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if made.returncode:
+        raise RuntimeError(made.stdout[-1500:])
+    log = [line for line in made.stdout.splitlines() if line.startswith("step ")]
+    return {"training": json.loads((folder / "training.json").read_text()), "log": log[:: max(1, len(log) // 12)]}
+
+
+def train(cell: Cell, device: str, models: Path) -> dict[str, Any]:
+    """One run of the trainer; accuracy with both caches at its end."""
+    settings, bed = cell.settings, cell.settings["testbed"]
+    loaded, task = start(bed, device, models), task_of(bed)
+    policy, correction = policy_of(settings["policy"], settings["budget"], bed), PRESETS[settings["preset"]]
+    if settings["eps"]:
+        correction = replace(correction, veto=settings["eps"])
+    scratch = Path(tempfile.mkdtemp(prefix="evidence-"))
+    checks = Checks(loaded, task, bed)
+    trainer = Trainer(
+        loaded,
+        task,
+        kv=policy,
+        sampling=Sampling(n=bed["n"], max_tokens=task.chain_len + 16),
+        engine=EngineConfig(rows=bed["prompts"] * bed["n"], compile=False),
+        correction=correction,
+        update=UpdateConfig(
+            max_tokens=bed["max_tokens"], updates_per_rollout=settings["updates_per_rollout"], compile=False
+        ),
+        optimizer=OptimizerConfig(learning_rate=bed["lr"], schedule="linear", beta2=0.98),
+        eval=EvalConfig(prompts=0),
+        config=TrainerConfig(
+            output_dir=str(scratch / "run"),
+            steps=bed["updates"],
+            prompts_per_step=bed["prompts"],
+            seed=settings["seed"],
+            save_every=0,
+            save_total_limit=1,
+            log_completions=0,
+            log_rejected=0,
+        ),
+        observers=(checks,),
+    )
+    try:
+        trainer.train()
+        steps = [line for line in read_log(scratch / "run" / "metrics.jsonl") if line["step"]]
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+        trainer.engine.release()
+    if settings["keep"]:
+        save(loaded, models / cell.name)
+    sparse = policy if settings["budget"] else policy_of("rkv", bed["budgets"][1], bed)
+    return {
+        "dense": accuracy(loaded, task, Full(), bed),
+        "sparse": accuracy(loaded, task, sparse, bed),
+        "checks": checks.found,
+        "curves": {short: [rounded(line.get(name)) for line in steps] for short, name in CURVES.items()},
+    }
+
+
+def matrix(cell: Cell, device: str, models: Path) -> dict[str, Any]:
+    """A trained model under several caches."""
+    bed = cell.settings["testbed"]
+    loaded = load(str(models / cell.needs[0]), dtype=dtype_of(bed, device), device=device) if cell.needs else None
+    loaded, task = loaded or start(bed, device, models), task_of(bed)
+    found = {"full": accuracy(loaded, task, Full(), bed)}
+    for name in cell.settings["policies"]:
+        for budget in cell.settings["budgets"]:
+            found[f"{name}:{budget}"] = accuracy(loaded, task, policy_of(name, budget, bed), bed)
+    return {"matrix": found}
+
+
+@torch.no_grad()
+def measure(cell: Cell, device: str, models: Path) -> dict[str, Any]:
+    """The testbed's model before training: reward, mismatch in every form, and where vetoes fall."""
+    settings, bed = cell.settings, cell.settings["testbed"]
+    loaded, task = start(bed, device, models), task_of(bed)
+    policy = policy_of(settings["policy"], settings["budget"], bed)
+    count = min(MEASURED, bed["problems"])
+    prompts = task.stream(0, count, 1000 + settings["seed"])
+    sampling = Sampling(
+        n=MEASURED_N, max_tokens=task.chain_len + 16, top_logprobs=overlap_ids(loaded.vocab_size), seed=settings["seed"]
+    )
+    engine = Engine(loaded, policy, EngineConfig(rows=count * MEASURED_N, compile=False))
+    rollouts = engine.generate(prompts, sampling)
+    engine.release()
+    rewards = task.rewards.grade(rollouts, loaded.tokenizer).rewards.view(count, MEASURED_N)
+    return {
+        "reward": rounded(float(rewards.mean())),
+        "reward_se": rounded(float(rewards.mean(dim=1).std()) / count**0.5),
+        "kv_saved": rounded(kv_saved_frac(rollouts)),
+        **mismatch(loaded, rollouts, bed["max_tokens"]),
+        "accuracy": {"dense": accuracy(loaded, task, Full(), bed), "sparse": accuracy(loaded, task, policy, bed)}
+        if settings["seed"] == 0
+        else None,
+    }
+
+
+def mismatch(loaded: LoadedModel, rollouts: list[Rollout], max_tokens: int) -> dict[str, Any]:
+    """Statistics of log xi and overlap over rollouts, and the token at which a veto would end each."""
+    dense = score(loaded.model, rollouts, max_tokens=max_tokens)
+    lengths = torch.tensor([len(rollout.token_ids) for rollout in rollouts])
+    rows = torch.arange(len(rollouts)).repeat_interleave(lengths)
+    log_xi = torch.cat([d.dense_logprobs - r.sampler_logprobs for d, r in zip(dense, rollouts, strict=True)])
+    pairs = [(r.top_logprobs, d.at_top_ids) for d, r in zip(dense, rollouts, strict=True)]
+    overlap = torch.cat([overlap_bounds(q, p)[0] for q, p in pairs if q is not None and p is not None])
+    found = diagnose(log_xi, torch.ones_like(rows, dtype=torch.bool), rows, torch.ones(len(rollouts)), {"ov": overlap})
+    lowest = torch.full((len(rollouts),), 1.0).scatter_reduce(0, rows, overlap, "amin")
+    veto = log_xi < torch.tensor(CATASTROPHIC).log()
+    first = [int(part.nonzero()[0]) if part.any() else None for part in veto.split(lengths.tolist())]
+    return {
+        "length": rounded(float(lengths.double().mean())),
+        "overlap_mean": rounded(found["mismatch/ov_mean"]),
+        "overlap_p05": rounded(found["mismatch/ov_p05"]),
+        "overlap_p01": rounded(found["mismatch/ov_p01"]),
+        "overlap_min": rounded(float(lowest.mean())),
+        "kl": rounded(found["rollout_corr/kl"]),
+        "rejection": rounded(found["mismatch/catastrophic_rollout_frac"]),
+        "first_veto": [place for place in first if place is not None],
+        "lengths": [int(lengths.min()), int(lengths.max())],
+        "rollouts": len(rollouts),
+    }
+
+
+class Checks(Observer):
+    """Dense accuracy on some held-out problems, a few times in a run."""
+
+    def __init__(self, loaded: LoadedModel, task: Chain, bed: dict[str, Any]) -> None:
+        self.loaded, self.task, self.bed = loaded, task, bed | {"problems": bed["problems"] // 2}
+        self.every = max(1, -(-bed["updates"] // CHECKS))
+        self.found: list[list[float | None]] = []  # step, accuracy, standard error
+
+    def on_log(self, metrics: dict[str, Any]) -> None:
+        step = metrics["step"]
+        if step and step % self.every == 0 and step < self.bed["updates"]:
+            self.found.append([step, *accuracy(self.loaded, self.task, Full(), self.bed)])
+
+
+def accuracy(loaded: LoadedModel, task: Chain, policy: KVPolicy, bed: dict[str, Any]) -> list[float | None]:
+    """Of held-out problems at temperature 1, and its standard error over them."""
+    engine = Engine(loaded, policy, EngineConfig(rows=min(ROWS, bed["problems"]), compile=False))
+    sampling = EvalConfig().sampling(task.chain_len + 16)
+    found = evaluate(engine, task.held_out(bed["problems"]), sampling, task.rewards)
+    engine.release()
+    return [rounded(found["reward"]), rounded(found["reward_se"])]
+
+
+def start(bed: dict[str, Any], device: str, models: Path) -> LoadedModel:
+    name = bed["model"] if bed["model"] == "embedded" else str(models / bed["model"])
+    return load(name, dtype=dtype_of(bed, device), device=device)
+
+
+def dtype_of(bed: dict[str, Any], device: str) -> torch.dtype:
+    return torch.float32 if device == "cpu" else getattr(torch, bed["dtype"])
+
+
+def task_of(bed: dict[str, Any]) -> Chain:
+    return Chain(letters=bed["letters"], steps=bed["steps"], filler=bed["filler"])
+
+
+def policy_of(name: str, budget: int, bed: dict[str, Any]) -> KVPolicy:
+    return Full() if name == "full" else build_policy(name, budget=budget, interval=bed["interval"])
+
+
+def save(loaded: LoadedModel, folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    loaded.tokenizer.save_pretrained(folder)
+    loaded.model.save_pretrained(folder)
+
+
+def rounded(value: float | None) -> float | None:
+    return None if value is None or math.isnan(value) else float(f"{value:.4g}")

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`sparse-rl inspect`: what caches hold of one text, and what that changes, as a page and a picture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sparse_rl.cli.parsing import add_model, make_parser, model_dtype, parse, quiet_bars
+
+if TYPE_CHECKING:
+    from sparse_rl.kv import KVPolicy
+    from sparse_rl.model.load import LoadedModel
+    from sparse_rl.types import Prompt
+
+DESCRIPTION = """See what KV policies keep of one text, side by side: the picture to choose a policy and a budget by.
+
+The dense model answers the prompt. Then each cache reads that same answer token by token, so that they can be compared
+at every token. OUTPUT gets inspect.html (needs nothing but itself; any layer and head can be picked) and inspect.png:
+
+  map       which positions are held as the text grows; the darker, the more layers and heads hold it
+  overlap   sum over the vocabulary of min(p_dense, p_sparse) at every token: 1 is as dense, dips show what was lost
+  text      every token, the darker, the longer it stayed in the cache
+
+A cache is POLICY:BUDGET or POLICY:key=value,... with any setting of the policy; give two or more to compare them. Short
+texts want a short interval (its default is 128 tokens): otherwise the cache is hardly ever cut.
+
+  sparse-rl inspect
+  sparse-rl inspect --kv rkv:budget=40,interval=8 rkv:budget=56,interval=8 --output inspect/budgets
+  sparse-rl inspect --model smollm2 --kv rkv:budget=64,interval=16 streaming:budget=64,interval=16
+  sparse-rl inspect --model smollm2 --prompt "Why is the sky blue?" --max-tokens 200 --kv snapkv:budget=64,interval=16
+"""
+KV = ["rkv:budget=40,interval=8", "snapkv:budget=40,interval=8", "streaming:budget=40,interval=8"]
+TELLING = 6  # the embedded task's held-out problem that visits all letters
+
+
+def run(arguments: list[str]) -> None:
+    parser = make_parser("inspect", DESCRIPTION)
+    add_model(parser, default="embedded")
+    parser.add_argument(
+        "--prompt",
+        type=str | None,
+        default=None,
+        help="a text, or @FILE; a chat turn where the model has a chat template; without it, a look-up task's",
+    )
+    parser.add_argument("--kv", nargs="+", type=str, default=KV, help="caches: rkv:64, snapkv:budget=64,interval=16")
+    parser.add_argument("--max-tokens", type=int, default=200, help="most tokens of the answer")
+    parser.add_argument("--temperature", type=float, default=1.0, help="of the answer; 0 takes the best token")
+    parser.add_argument("--seed", type=int, default=0, help="of the answer")
+    parser.add_argument("--output", type=str, default="inspect", help="folder for inspect.html and inspect.png")
+    settings = parse(parser, arguments)
+    policies = _policies(settings.kv)
+    if Path(settings.output).is_file():
+        raise ValueError(f"--output {settings.output!r} is a file; name a folder.")
+    from sparse_rl.evaluate.inspection import answer, read
+    from sparse_rl.model.load import load
+    from sparse_rl.report.inspect_page import summary_lines, write_inspection
+
+    quiet_bars()
+    loaded = load(settings.model, dtype=model_dtype(settings.dtype), device=settings.device)
+    prompt = _prompt(settings.model, settings.prompt, loaded)
+    text = answer(loaded, prompt, max_tokens=settings.max_tokens, temperature=settings.temperature, seed=settings.seed)
+    readings = read(loaded, text, policies)
+    folder = Path(settings.output)
+    write_inspection(readings, folder, settings.model)
+    print("\n".join(summary_lines(readings)))
+    print(f"wrote {folder / 'inspect.html'} and {folder / 'inspect.png'}")
+
+
+def _policies(specs: list[str]) -> dict[str, KVPolicy]:
+    from sparse_rl.evaluate.plan import parse_cache
+    from sparse_rl.kv.sparse_cache import SparseCache
+
+    policies = {spec: parse_cache(spec) for spec in specs}
+    for policy in policies.values():
+        SparseCache(policy)  # refuses what it cannot do before a model is loaded
+    return policies
+
+
+def _prompt(model: str, text: str | None, loaded: LoadedModel) -> Prompt:
+    from sparse_rl.tasks.chain import Chain
+    from sparse_rl.tasks.lookup import Lookup
+    from sparse_rl.tasks.prompts import as_turn, make_prompt
+
+    if text is None:
+        if model == "embedded":
+            return Chain().held_out(TELLING + 1)[TELLING]
+        return Lookup().build(loaded.tokenizer).held_out(1)[0]
+    if text.startswith("@"):
+        text = Path(text[1:]).read_text()
+    return make_prompt({"prompt": as_turn(text, loaded.tokenizer)}, "--prompt", loaded.tokenizer)

@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keys of small norm (arXiv 2406.11430): they draw most attention in trained models.
+
+    importance_j = -|k_j|
+
+Departure: the paper cuts prompts; here it fires during decoding like the rest, and the paper's dense first layers are
+not set apart.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from sparse_rl.kernels.keys import key_norms
+from sparse_rl.kv.policy import Entries, EvictPolicy, at_least
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Knorm(EvictPolicy):
+    """The keys of smallest norm.
+
+    recent: newest entries that are never dropped
+    """
+
+    name: ClassVar[str] = "knorm"
+
+    recent: int = 0
+
+    def __post_init__(self) -> None:
+        at_least(self, "recent", 0)
+        EvictPolicy.__post_init__(self)
+
+    @property
+    def num_recent(self) -> int:
+        return self.recent
+
+    def importance(self, entries: Entries) -> torch.Tensor:
+        return -key_norms(entries.k_PKSD, entries.pages_BN)

@@ -1,0 +1,384 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A sparse cache for transformers' own `generate`: the engine's pages, policies and firing times, one mechanism.
+
+    model.set_attn_implementation("sparse_rl")
+    model.generate(**inputs, past_key_values=SparseCache("rkv", budget=64, interval=16))
+
+transformers hands a cache keys and values, but neither queries nor padding. So `update` gives the keys back with a note
+on them, and the package's attention, which sees everything, comes back here with it: prompts go through `PrefillStep`
+without their padding, new tokens through `DecodeStep`, and rows that are due are cut after the last layer. `generate`
+counts the tokens that were seen, padding included, and its positions follow from the mask; how many entries are held
+concerns nobody but the pages.
+"""
+
+from __future__ import annotations
+
+import copy
+from itertools import accumulate
+from typing import Any, Never
+
+import numpy as np
+import torch
+from transformers import Cache
+
+from sparse_rl.kv import EvictPolicy, Full, KVPolicy, build_policy
+from sparse_rl.kv.cache import NO_WINDOW, DecodeStep, PagedCache, PrefillStep, to_device
+from sparse_rl.kv.compress import compress, rows_at_once
+from sparse_rl.model.attention import HOLDER, NAME, UnsupportedModelError
+from sparse_rl.model.dry_run import AttentionShape
+
+PAGE_SIZE = 16
+GROWTH = 4  # a pool that is full grows by one in so many
+
+
+class SparseCache(Cache):
+    """`past_key_values` under a policy: a name with its settings, or a policy object.
+
+    Works with batches padded on the left, sampling, beam search, and a further `generate` on the same cache. Each row
+    is cut when the engine would cut it. A prompt that comes in chunks is cut after each of them.
+    """
+
+    def __init__(self, policy: str | KVPolicy = "rkv", budget: int | str | None = None, **settings: Any) -> None:
+        super().__init__(layers=[])
+        if budget is not None:
+            settings["budget"] = budget
+        if isinstance(policy, str):
+            policy = build_policy(policy, **settings)
+        elif settings:
+            raise ValueError(f"{', '.join(settings)} beside a policy object; set them on the policy instead.")
+        if not isinstance(policy, Full | EvictPolicy):
+            raise ValueError(f"policy {policy.name!r} is not supported by SparseCache yet; sample with the engine.")
+        self.policy = policy
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything; the next forward pass is a prompt."""
+        self.pool: PagedCache | None = None
+        self.width = 0  # pages a row
+        self.num_columns = 0  # tokens seen, padding included
+        self.prompt_lens: list[int] = []
+        self.contexts: list[int] = []  # tokens seen of each row
+        self.entries: list[int] = []  # held of each row
+        self.cut: list[int] = []  # entries that each row's last cut left, 0 before its first
+        self.num_compressions: list[int] = []
+        self.next_layer = 0
+        self.handed: int | None = None  # a layer whose keys are on their way to our attention
+        self.padding_BS: torch.Tensor | None = None
+        self.num_layers = 0
+        self.prompt: PrefillStep | None = None  # the forward pass under way: a prompt,
+        self.steps: list[tuple[int, torch.Tensor | None, DecodeStep]] = []  # or its tokens, of all rows or of some
+        self.valid_BT: np.ndarray = np.zeros((0, 0), dtype=bool)  # tokens of the pass that are no padding
+
+    # What transformers asks for.
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same keys and values, for our attention to store."""
+        if self.handed is not None:
+            raise ValueError(
+                f"layer {self.handed} did not attend through sparse_rl, so its entries were not stored; call "
+                f"model.set_attn_implementation({NAME!r}) before generate, and start with a new SparseCache."
+            )
+        if layer_idx != self.next_layer:
+            raise ValueError(
+                f"layer {layer_idx} came where layer {self.next_layer} was due: a forward pass was cut short, or the "
+                "model's layers share their cache; call reset() on the SparseCache, or use another model."
+            )
+        self.handed = layer_idx
+        setattr(key_states, HOLDER, self)
+        return key_states, value_states
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.num_columns
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        return self.num_columns
+
+    def get_mask_sizes(self, query_length: Any, layer_idx: int) -> tuple[int, int]:
+        return self.num_columns + int(query_length), 0
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        return -1
+
+    def get_max_cache_shape(self, layer_idx: int = 0) -> int:
+        return -1
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Row i goes on from what row beam_idx[i] holds."""
+        assert self.pool is not None
+        rows = [int(row) for row in beam_idx]
+        self.pool.copy_pages(*([page for row in order for page in self._pages(row)] for order in (rows, self._rows)))
+        self.pool.queries[:, : len(rows)] = self.pool.queries[:, beam_idx.to(self.pool.queries.device)]
+        for counts in (self.prompt_lens, self.contexts, self.entries, self.cut, self.num_compressions):
+            counts[:] = [counts[row] for row in rows]
+
+    def crop(self, *args: Any, **kwargs: Any) -> Never:
+        raise ValueError("a SparseCache cannot take tokens back (crop); generate without assisted decoding.")
+
+    def batch_repeat_interleave(self, repeats: int) -> Never:
+        raise ValueError("a SparseCache cannot repeat its rows; repeat the prompts instead.")
+
+    def batch_select_indices(self, indices: torch.Tensor) -> Never:
+        raise ValueError("a SparseCache cannot change its number of rows; make a new one.")
+
+    @property
+    def batch_size(self) -> int:
+        return len(self.entries) or -1
+
+    @property
+    def is_croppable(self) -> bool:
+        return False
+
+    @property
+    def is_initialized(self) -> bool:
+        return self.pool is not None
+
+    def __len__(self) -> int:
+        return self.num_layers
+
+    def __repr__(self) -> str:
+        return f"SparseCache({self.policy}, {self.num_columns} tokens seen, entries held {self.entries})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SparseCache:
+        """A cache that goes its own way, as prompts used several times want it."""
+        twin = copy.copy(self)
+        for name in ("prompt_lens", "contexts", "entries", "cut", "num_compressions"):
+            setattr(twin, name, list(getattr(self, name)))
+        if self.pool is not None:
+            twin.pool = self._new_pool(self.pool.shape)  # by itself: kernels find pages by their address
+            twin.pool.restore(self.pool.save(self._all_pages()), self._all_pages())
+            for name in ("queries", "windows", "scales"):
+                getattr(twin.pool, name).copy_(getattr(self.pool, name))
+        return twin
+
+    @property
+    def num_bytes(self) -> int:
+        """What is held: keys, values, positions, scores if there are any, and the last queries."""
+        return 0 if self.pool is None else sum(t.nbytes for t in (*self.pool.pools, self.pool.queries))
+
+    def positions(self, row: int) -> torch.Tensor:
+        """Which tokens a row holds, L K S, as positions in its text without padding."""
+        assert self.pool is not None
+        return self.pool.positions[:, self._pages(row)].transpose(1, 2).flatten(2)[..., : self.entries[row]].long()
+
+    # What our attention asks for.
+
+    def context(self, num_layers: int, padding_BS: torch.Tensor | None) -> SparseCache:
+        self.num_layers, self.padding_BS = num_layers, padding_BS
+        return self
+
+    def attend(
+        self,
+        layer_idx: int,
+        q_BHTD: torch.Tensor,
+        k_BKTD: torch.Tensor,
+        v_BKTD: torch.Tensor,
+        *,
+        scale: float,
+        window: int | None,
+    ) -> torch.Tensor:
+        assert self.handed == layer_idx, f"keys of layer {self.handed} arrived at layer {layer_idx}"
+        if q_BHTD.requires_grad:
+            raise ValueError("a SparseCache keeps no gradients; call the model under torch.no_grad().")
+        self.handed = None
+        if layer_idx == 0:
+            self._begin(q_BHTD, k_BKTD, scale)
+        pool = self.pool
+        assert pool is not None
+        layer = (q_BHTD.shape[1], *k_BKTD.shape[1::2], k_BKTD.dtype, k_BKTD.device)
+        shape = pool.shape
+        if layer != (shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.dtype, shape.device):
+            raise UnsupportedModelError(
+                f"layer {layer_idx} has heads, widths, dtype or device {layer}, unlike layer 0; SparseCache needs all "
+                "layers alike, on one device."
+            )
+        if self.prompt is not None:
+            pool.windows[layer_idx] = window or NO_WINDOW
+            pool.scales[layer_idx] = scale
+            out = self._attend_prompt(self.prompt, layer_idx, q_BHTD, k_BKTD, v_BKTD, scale, window)
+        else:
+            out = self._attend_tokens(layer_idx, q_BHTD, k_BKTD, v_BKTD, scale, window)
+        self.next_layer = (layer_idx + 1) % self.num_layers
+        if self.next_layer == 0:
+            self._end(q_BHTD.shape[2])
+        return out
+
+    def _attend_prompt(
+        self,
+        step: PrefillStep,
+        layer_idx: int,
+        q_BHTD: torch.Tensor,
+        k_BKTD: torch.Tensor,
+        v_BKTD: torch.Tensor,
+        scale: float,
+        window: int | None,
+    ) -> torch.Tensor:
+        """The rows side by side in one, without padding, as the engine prefills."""
+        valid_BT = torch.from_numpy(self.valid_BT).to(q_BHTD.device)
+        q, k, v = (x.transpose(1, 2)[valid_BT].transpose(0, 1)[None] for x in (q_BHTD, k_BKTD, v_BKTD))
+        out = torch.zeros_like(q_BHTD).transpose(1, 2)
+        out[valid_BT] = step.attend(layer_idx, q, k, v, scale=scale, window=window)[0].transpose(0, 1)
+        return out.transpose(1, 2)
+
+    def _attend_tokens(
+        self,
+        layer_idx: int,
+        q_BHTD: torch.Tensor,
+        k_BKTD: torch.Tensor,
+        v_BKTD: torch.Tensor,
+        scale: float,
+        window: int | None,
+    ) -> torch.Tensor:
+        """One token after the other; rows whose token is padding stand still."""
+        out = torch.zeros_like(q_BHTD)
+        for t, rows_B, step in self.steps:
+            token = slice(t, t + 1)
+            q, k, v = (x[:, :, token] if rows_B is None else x[rows_B, :, token] for x in (q_BHTD, k_BKTD, v_BKTD))
+            attended = step.attend(layer_idx, q, k, v, scale=scale, window=window)
+            out[slice(None) if rows_B is None else rows_B, :, token] = attended
+        return out
+
+    def _begin(self, q_BHTD: torch.Tensor, k_BKTD: torch.Tensor, scale: float) -> None:
+        """A forward pass starts: see which tokens are padding, and make room for the others."""
+        batch, num_heads, num_tokens = q_BHTD.shape[:3]
+        self.valid_BT = np.ones((batch, num_tokens), dtype=bool)
+        if self.padding_BS is not None:
+            self.valid_BT = self.padding_BS[:, -num_tokens:].cpu().numpy().astype(bool)
+        if self.pool is not None:
+            if batch != len(self.entries):
+                raise ValueError(f"this SparseCache holds {len(self.entries)} rows and got {batch}; make a new one.")
+            self._begin_tokens()
+            return
+        if not self.valid_BT[:, -1].all() or (np.diff(self.valid_BT.astype(int), axis=1) < 0).any():
+            raise ValueError("a prompt is empty or not padded on its left; use padding_side='left'.")
+        self.prompt_lens = [int(n) for n in self.valid_BT.sum(axis=1)]
+        self.contexts, self.entries, self.cut, self.num_compressions = ([0] * batch for _ in range(4))
+        self.width = -(-max(self.prompt_lens) // PAGE_SIZE)
+        shape = AttentionShape(
+            num_heads=num_heads,
+            num_kv_heads=k_BKTD.shape[1],
+            head_dim=k_BKTD.shape[3],
+            windows=(None,) * self.num_layers,  # each layer brings its own
+            scales=(scale,) * self.num_layers,
+            dtype=k_BKTD.dtype,
+            device=k_BKTD.device,
+        )
+        self.pool = self._new_pool(shape)
+        pages = [self._pages(row)[: -(-length // PAGE_SIZE)] for row, length in enumerate(self.prompt_lens)]
+        self.prompt = PrefillStep(self.pool, boundaries=[0, *accumulate(self.prompt_lens)], pages=pages)
+
+    def _begin_tokens(self) -> None:
+        pool = self.pool
+        assert pool is not None
+        self._fit(int((np.array(self.entries) + self.valid_BT.sum(axis=1)).max()))
+        pages_BN = to_device([self._pages(row) for row in self._rows], pool.shape.device)
+        lengths, positions = np.array(self.entries), np.array(self.contexts)
+        self.steps = []
+        for t, valid_B in enumerate(self.valid_BT.T):
+            if not valid_B.any():
+                continue
+            lengths = lengths + valid_B
+            rows_B, lengths_B, positions_B = to_device(
+                np.stack([self._rows, lengths, positions])[:, valid_B], pool.shape.device
+            )
+            step = DecodeStep(
+                pool,
+                pages_BN=pages_BN[rows_B],
+                lengths_B=lengths_B,
+                positions_B=positions_B,
+                rows_B=rows_B,
+                max_length=self.width * PAGE_SIZE,
+            )
+            self.steps.append((t, None if valid_B.all() else rows_B, step))
+            positions = positions + valid_B
+
+    def _end(self, num_tokens: int) -> None:
+        """A forward pass is over: count its tokens, and cut the rows that are due."""
+        assert self.pool is not None
+        added = [int(n) for n in self.valid_BT.sum(axis=1)]
+        self.contexts = [n + more for n, more in zip(self.contexts, added, strict=True)]
+        self.entries = [n + more for n, more in zip(self.entries, added, strict=True)]
+        self.num_columns += num_tokens
+        if self.prompt is not None:
+            self.pool.queries[:, : len(added)] = self.prompt.queries_LBWHD
+        if isinstance(self.policy, EvictPolicy):
+            due = [row for row in self._rows if self._is_due(self.policy, row)]
+            size = rows_at_once(self.pool, self.policy, [self.entries[row] for row in due])
+            for start in range(0, len(due), size):
+                self._cut(self.policy, due[start : start + size])
+            self._fit(max(self.entries))
+        self.prompt, self.steps = None, []
+
+    def _is_due(self, policy: EvictPolicy, row: int) -> bool:
+        """A prompt is cut if it is over the target, a row that has grown once it reaches the trigger."""
+        if self.prompt is not None:
+            return self.entries[row] > self._target(policy, row)
+        return self.entries[row] >= self._trigger(policy, row)
+
+    def _target(self, policy: EvictPolicy, row: int) -> int:
+        return policy.target(self.prompt_lens[row], self.contexts[row])
+
+    def _trigger(self, policy: EvictPolicy, row: int) -> int:
+        return policy.trigger(self.prompt_lens[row], self.contexts[row])
+
+    def _cut(self, policy: EvictPolicy, rows: list[int]) -> None:
+        assert self.pool is not None
+        device = self.pool.shape.device
+        targets = [self._target(policy, row) for row in rows]
+        width = -(-max(self.entries[row] for row in rows) // PAGE_SIZE)
+        known = (self.entries, self.contexts, self.prompt_lens, self.cut)
+        lengths_B, contexts_B, prompt_lens_B, cut_B = to_device([[of[row] for row in rows] for of in known], device)
+        compress(
+            self.pool,
+            policy,
+            pages_BN=to_device([self._pages(row)[:width] for row in rows], device),
+            lengths_B=lengths_B,
+            contexts_B=contexts_B,
+            prompt_lens_B=prompt_lens_B,
+            queries_LBWHD=self.pool.queries[:, to_device(rows, device)],
+            max_count=max(targets),
+            cut_B=cut_B,
+        )
+        for row, target in zip(rows, targets, strict=True):
+            self.entries[row] = self.cut[row] = target
+            self.num_compressions[row] += 1
+
+    # Pages: each row has `width` of them, one after the other.
+
+    @property
+    def _rows(self) -> range:
+        return range(len(self.prompt_lens))
+
+    def _pages(self, row: int) -> list[int]:
+        return list(range(1 + row * self.width, 1 + (row + 1) * self.width))
+
+    def _all_pages(self) -> list[int]:
+        return [page for row in self._rows for page in self._pages(row)]
+
+    def _fit(self, entries: int) -> None:
+        """Give every row pages for so many entries: more if they are short, fewer if it never needs that many again."""
+        assert self.pool is not None
+        needed, wanted = -(-entries // PAGE_SIZE), self.width
+        if needed > self.width:
+            wanted = max(needed, self.width + self.width // GROWTH)
+        if isinstance(self.policy, EvictPolicy):
+            bound = max(self._trigger(self.policy, row) for row in self._rows)
+            wanted = max(needed, min(wanted, -(-bound // PAGE_SIZE)))
+        if wanted != self.width:
+            kept = min(wanted, self.width)
+            saved = self.pool.save([page for row in self._rows for page in self._pages(row)[:kept]])
+            self.width = wanted
+            self.pool.resume(len(self._all_pages()))
+            self.pool.restore(saved, [page for row in self._rows for page in self._pages(row)[:kept]])
+
+    @torch.inference_mode(False)  # tensors made in that mode could not be written to outside of it
+    def _new_pool(self, shape: AttentionShape) -> PagedCache:
+        return PagedCache(
+            shape,
+            num_pages=len(self._all_pages()),
+            page_size=PAGE_SIZE,
+            num_rows=len(self.prompt_lens),
+            num_queries=self.policy.num_queries,
+            keeps_score=self.policy.keeps_score,
+        )

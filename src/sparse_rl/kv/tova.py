@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""TOVA (arXiv 2401.06104): what the newest query attends to, in the mean of a layer's heads.
+
+    importance_j = mean_h softmax_j(scale * q_h . k_j)        one set a layer, shared by its heads
+
+Departure: the paper drops one entry at every step; here `interval` entries are dropped together, by the last query.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from sparse_rl.kernels.mass import attention_mass
+from sparse_rl.kv.policy import Entries, EvictPolicy, at_least
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TOVA(EvictPolicy):
+    """The newest query's attention; all KV heads of a layer keep the same entries.
+
+    recent: newest entries that are never dropped
+    """
+
+    name: ClassVar[str] = "tova"
+
+    recent: int = 0
+
+    def __post_init__(self) -> None:
+        at_least(self, "recent", 0)
+        EvictPolicy.__post_init__(self)
+
+    @property
+    def num_queries(self) -> int:
+        return 1
+
+    @property
+    def num_recent(self) -> int:
+        return self.recent
+
+    def importance(self, entries: Entries) -> torch.Tensor:
+        mass_BKS = attention_mass(
+            entries.k_PKSD,
+            entries.pages_BN,
+            entries.queries_BHWD,
+            entries.positions_BKS,
+            lengths_B=entries.lengths_B,
+            contexts_B=entries.contexts_B,
+            counts_B=torch.ones_like(entries.lengths_B),
+            windows_B=entries.windows_B,
+            scale_B=entries.scale_B,
+        )
+        return mass_BKS.mean(dim=1, keepdim=True).expand_as(mass_BKS)

@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The raw results of benchmarks/evidence read back, and what they come to over seeds.
+
+A record is one cell: {"cell": "short-naive-45-s0", "part": "a", "settings": {...}, "results": {...}, ...}. Of two with
+one name the later counts. Nothing is made up: what was not measured is an estimate of no values.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal
+
+from sparse_rl.evaluate.statistics import Estimate, estimate
+
+Record = dict[str, Any]
+ARMS = ("dense", "naive", "reject_only", "reweight_only", "sparse_rl", "sparse_rl_release", "tis", "icepop")
+STATISTICS = {  # measured before training: what a low or a high value of it warns of
+    "overlap_mean": ("overlap, mean", -1),
+    "overlap_p05": ("overlap, P05", -1),
+    "overlap_p01": ("overlap, P01", -1),
+    "overlap_min": ("overlap, lowest of a rollout (mean)", -1),
+    "kl": ("mismatch KL", 1),
+    "rejection": ("rollouts with a token xi < 1e-4", 1),
+}
+SEEDS = 3
+CLEAR = 2.0  # standard errors
+DROP = 0.02  # accuracy a run must lose for its training to have failed
+DRAWS = 1000  # of the bootstrap
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """All records, by what they are."""
+
+    records: tuple[Record, ...]
+
+    @property
+    def testbeds(self) -> list[str]:
+        """Those on which something was trained."""
+        return list(dict.fromkeys(r["settings"]["testbed"]["name"] for r in self.records if "checks" in r["results"]))
+
+    def bed(self, testbed: str) -> Record:
+        """The testbed's settings."""
+        found: Record = next(
+            r["settings"]["testbed"] for r in self.records if r["settings"].get("testbed", {}).get("name") == testbed
+        )
+        return found
+
+    def part(self, name: str) -> list[Record]:
+        return [record for record in self.records if record["part"] == name]
+
+    def trained(self, testbed: str | None = None) -> list[Record]:
+        """Every training run of the embedded task."""
+        runs = [r for r in self.records if "checks" in r["results"]]
+        return [r for r in runs if testbed is None or r["settings"]["testbed"]["name"] == testbed]
+
+    def runs(
+        self,
+        testbed: str,
+        arm: str,
+        budget: int,
+        *,
+        policy: str | None = None,
+        eps: float | None = None,
+        updates: int = 1,
+    ) -> list[Record]:
+        """The seeds of one setting."""
+        wanted = {
+            "arm": arm,
+            "budget": 0 if arm == "dense" else budget,
+            "policy": policy or ("full" if arm == "dense" else "rkv"),
+            "eps": eps,
+            "updates_per_rollout": updates,
+        }
+        return [r for r in self.trained(testbed) if all(r["settings"][key] == value for key, value in wanted.items())]
+
+    def before(self, testbed: str, policy: str, budget: int) -> list[Record]:
+        """Measurements of the model before training."""
+        found = [r for r in self.records if "first_veto" in r["results"] and "policy" in r["settings"]]
+        wanted = (testbed, policy, budget)
+        return [r for r in found if (_bed(r), r["settings"]["policy"], r["settings"]["budget"]) == wanted]
+
+    def start(self, testbed: str) -> Estimate:
+        """Accuracy before training, dense cache; its error is over problems."""
+        for record in self.before(testbed, "full", 0):
+            if record["results"]["accuracy"]:
+                mean, se = record["results"]["accuracy"]["dense"]
+                return Estimate(mean, se, 1)
+        return self.under(testbed, "start", 0, "full")
+
+    def end(self, testbed: str, arm: str, budget: int, cache: str = "dense", **which: Any) -> Estimate:
+        """Accuracy after training, over seeds."""
+        return estimate(r["results"][cache][0] for r in self.runs(testbed, arm, budget, **which))
+
+    def curve(self, testbed: str, arm: str, budget: int, name: str, at: slice, **which: Any) -> Estimate:
+        """A curve's mean over some of the steps, over seeds."""
+        runs = self.runs(testbed, arm, budget, **which)
+        return estimate(_mean(r["results"]["curves"][name][at]) for r in runs)
+
+    def under(self, testbed: str, arm: str, trained_at: int, cache: str) -> Estimate:
+        """Part c: accuracy under a cache, over seeds; the model before training has one, its error over problems."""
+        found = [r for r in self.records if "matrix" in r["results"] and _bed(r) == testbed]
+        found = [r for r in found if (r["settings"]["arm"], r["settings"]["trained_at"]) == (arm, trained_at)]
+        values = [r["results"]["matrix"][cache] for r in found if cache in r["results"]["matrix"]]
+        if arm == "start" and values:
+            return Estimate(values[0][0], values[0][1], 1)
+        return estimate(value for value, _ in values)
+
+
+def read_evidence(folder: Path) -> Evidence:
+    """Every .jsonl file of the folder."""
+    if not folder.is_dir():
+        raise ValueError(f"--evidence {str(folder)!r} is no folder; give the one with the .jsonl files of results.")
+    found: dict[str, Record] = {}
+    for path in sorted(folder.glob("*.jsonl")):
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            try:
+                record = _in_shape(json.loads(line))
+                found[record["cell"]] = record
+            except (ValueError, KeyError, TypeError) as error:
+                raise ValueError(f"{path}, line {number}, is not the record of a cell; remove it.") from error
+    return Evidence(tuple(found.values()))
+
+
+def compare(first: Estimate, second: Estimate, margin: float = DROP) -> Literal["more", "no more", "unclear"]:
+    """Whether the first is above the second by more than two standard errors, or surely by less than the margin."""
+    difference, error = first.mean - second.mean, math.hypot(first.se, second.se)
+    if difference > CLEAR * error:
+        return "more"
+    return "no more" if difference + CLEAR * error < margin else "unclear"
+
+
+def ratio(first: Estimate, second: Estimate) -> Estimate:
+    """The first over the second, errors to first order."""
+    if not second.mean > 0:
+        return estimate([])
+    mean = first.mean / second.mean
+    relative = math.hypot(first.se / first.mean, second.se / second.mean) if first.mean else 0.0
+    return Estimate(mean, mean * relative, min(first.count, second.count))
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A training run with what was known before it."""
+
+    setting: tuple[str, str, int]  # testbed, policy, budget
+    known: dict[str, float]  # by statistic, mean over seeds
+    change: float  # of dense accuracy
+
+    @property
+    def failed(self) -> bool:
+        return self.change < -DROP
+
+
+def cases(evidence: Evidence, arms: Sequence[str]) -> list[Case]:
+    """Every run of these arms with one update a rollout and the preset's own threshold.
+
+    Of chains alone: with a large vocabulary overlap is a lower bound, which lies on another scale.
+    """
+    found = []
+    for run in evidence.trained():
+        own = run["settings"]
+        if own["arm"] not in arms or own["updates_per_rollout"] != 1 or own["eps"] or "sweep" not in own["testbed"]:
+            continue
+        setting = (_bed(run), own["policy"], own["budget"])
+        measured, start = evidence.before(*setting), evidence.start(setting[0])
+        if measured and start.count:
+            known = {name: _mean([record["results"][name] for record in measured]) or 0.0 for name in STATISTICS}
+            found.append(Case(setting, known, run["results"]["dense"][0] - start.mean))
+    return found
+
+
+def auc(found: Sequence[Case], name: str) -> float:
+    """The chance that the statistic warns more of a failed run than of a good one; ties count half."""
+    sign = STATISTICS[name][1]
+    failed = [sign * case.known[name] for case in found if case.failed]
+    good = sorted(sign * case.known[name] for case in found if not case.failed)
+    if not failed or not good:
+        return math.nan
+    wins = sum((bisect_left(good, bad) + bisect_right(good, bad)) / 2 for bad in failed)
+    return wins / (len(failed) * len(good))
+
+
+def threshold(found: Sequence[Case], name: str) -> tuple[float, float]:
+    """The cut with the best mean of the two rates of being right, half-way between neighbours; and that mean."""
+    sign = STATISTICS[name][1]
+    values = sorted({case.known[name] for case in found})
+    best = (math.nan, 0.0)
+    for low, high in pairwise(values):
+        cut = (low + high) / 2
+        warned = [sign * case.known[name] > sign * cut for case in found]
+        rates = []
+        for outcome in (True, False):
+            own = [w == outcome for w, case in zip(warned, found, strict=True) if case.failed == outcome]
+            rates.append(sum(own) / len(own) if own else math.nan)
+        if sum(rates) / 2 > best[1]:
+            best = (cut, sum(rates) / 2)
+    return best
+
+
+def interval(found: Sequence[Case], value: Callable[[Sequence[Case]], float]) -> tuple[float, float]:
+    """95 % of the value over samples of whole settings, drawn with replacement; always the same draws."""
+    settings = sorted({case.setting for case in found})
+    by_setting = {setting: [case for case in found if case.setting == setting] for setting in settings}
+    draw = random.Random(0)
+    values = []
+    for _ in range(DRAWS):
+        chosen = [case for _ in settings for case in by_setting[settings[int(draw.random() * len(settings))]]]
+        drawn = value(chosen)
+        if not math.isnan(drawn):
+            values.append(drawn)
+    values.sort()
+    if len(values) < DRAWS // 2:
+        return math.nan, math.nan
+    return values[int(0.025 * len(values))], values[int(0.975 * len(values))]
+
+
+def survival(records: Iterable[Record]) -> tuple[list[int], int, float]:
+    """The tokens at which vetoes fall, rollouts in all, and their mean length."""
+    given = list(records)
+    places = sorted(place for record in given for place in record["results"]["first_veto"])
+    total = sum(record["results"]["rollouts"] for record in given)
+    return places, total, _mean([record["results"]["length"] for record in given]) or math.nan
+
+
+def _in_shape(record: Record) -> Record:
+    """SmolLM2's cells as those of a testbed with one budget, which its sweep chose."""
+    if record["part"] != "smollm2":
+        return record
+    own, results = record["settings"], record["results"]
+    arm, budget = own.get("arm", "start"), results["budget"]
+    at = 0 if arm == "dense" else budget
+    settings = {"arm": arm, "policy": "rkv" if at else "full", "budget": at, "eps": None, "updates_per_rollout": 1}
+    settings |= {"trained_at": 0 if arm == "start" else at, "testbed": {"name": "smollm2", "budgets": [budget]}}
+    matrix = results["matrix"]
+    if arm == "start":
+        results = results["before"] | {"matrix": matrix, "accuracy": None}
+    else:
+        results = results | {"dense": matrix["full"], "sparse": matrix[f"rkv:{budget}"], "checks": []}
+    return record | {"settings": own | settings, "results": results}
+
+
+def _bed(record: Record) -> str:
+    return str(record["settings"].get("testbed", {}).get("name", ""))
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    given = [value for value in values if value is not None]
+    return math.fsum(given) / len(given) if given else None

@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A verdict for each claim of the papers, by rules that are written down before the numbers are known.
+
+"Clearly" means by more than two standard errors of the difference, over three seeds. Where the numbers allow neither
+verdict, or some are missing, or the dense arm itself does not learn, a claim cannot be tested here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from sparse_rl.evaluate.statistics import Estimate
+from sparse_rl.report.evidence import (
+    CLEAR,
+    DROP,
+    SEEDS,
+    STATISTICS,
+    Case,
+    Evidence,
+    auc,
+    cases,
+    compare,
+    interval,
+    ratio,
+)
+
+HOLDS, FAILS, UNTESTED = "holds", "does not hold here", "cannot be tested here"
+LEARNS = 0.10  # accuracy that the dense arm must gain
+CLOSE, SAVED = 0.97, 0.35  # of dense accuracy, and KV saved: what the paper says of sparse_rl
+EXTREME = 0.15  # of the mean length: the papers' 128 entries of about 800 tokens are 0.16
+TAIL_MARGIN = 0.05  # of AUC
+TAILS = ("overlap_p05", "overlap_p01", "overlap_min")
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    state: str
+    numbers: str
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    claim: str
+    rule: str
+    findings: dict[str, Finding]  # by testbed
+
+    @property
+    def state(self) -> str:
+        """One word where all testbeds agree, else a word each."""
+        states = [finding.state for finding in self.findings.values()]
+        if not states:
+            return UNTESTED
+        if len(set(states)) == 1:
+            return states[0]
+        return "; ".join(f"{finding.state} ({name})" for name, finding in self.findings.items())
+
+
+def verdicts(evidence: Evidence) -> list[Verdict]:
+    """All six, in the order of the page."""
+    found = []
+    for claim, rule, judge in CLAIMS:
+        findings = {bed: _judge(evidence, bed, judge) for bed in evidence.testbeds}
+        found.append(Verdict(claim, rule, findings))
+    return [*found, Verdict(TAIL_CLAIM, TAIL_RULE, {"all testbeds": tail_beats_mean(evidence)})]
+
+
+def gain(evidence: Evidence, testbed: str) -> Estimate:
+    """What the dense arm learns."""
+    start, end = evidence.start(testbed), evidence.end(testbed, "dense", 0)
+    return Estimate(end.mean - start.mean, math.hypot(end.se, start.se), end.count)
+
+
+def naive_collapses(evidence: Evidence, testbed: str) -> Finding:
+    start, states, shown = evidence.start(testbed), [], []
+    for budget in evidence.bed(testbed)["budgets"]:
+        end = evidence.end(testbed, "naive", budget)
+        if end.count < SEEDS:
+            return _missing(f"naive at budget {budget}", end)
+        states.append(compare(start, end))
+        shown.append(f"{number(end)} at budget {budget}")
+    state = HOLDS if "more" in states else FAILS if set(states) == {"no more"} else UNTESTED
+    return _decided(state, f"naive ends at {', '.join(shown)}; it starts at {number(start)}")
+
+
+def within_three_percent(evidence: Evidence, testbed: str) -> Finding:
+    dense, states, shown = evidence.end(testbed, "dense", 0), [], []
+    for budget in evidence.bed(testbed)["budgets"]:
+        end = evidence.end(testbed, "sparse_rl", budget)
+        if end.count < SEEDS:
+            return _missing(f"sparse_rl at budget {budget}", end)
+        saved = evidence.curve(testbed, "sparse_rl", budget, "kv_saved", slice(None)).mean
+        kept = ratio(end, dense)
+        shown.append(f"{share(kept)} of dense at {100 * saved:.0f} % saved")
+        if saved >= SAVED:
+            states.append(_against(kept))
+    if not states:
+        return Finding(UNTESTED, f"no budget saves {100 * SAVED:.0f} %: {', '.join(shown)}")
+    state = HOLDS if "above" in states else FAILS if set(states) == {"below"} else UNTESTED
+    return _decided(state, ", ".join(shown))
+
+
+def both_needed(evidence: Evidence, testbed: str) -> Finding:
+    dense, states, shown = evidence.end(testbed, "dense", 0), [], []
+    for budget in evidence.bed(testbed)["budgets"]:
+        ends = {a: evidence.end(testbed, a, budget) for a in ("naive", "sparse_rl", "reject_only", "reweight_only")}
+        for arm, end in ends.items():
+            if end.count < SEEDS:
+                return _missing(f"{arm} at budget {budget}", end)
+        if compare(dense, ends["naive"]) != "more":
+            continue  # nothing to correct
+        needs = [compare(ends["sparse_rl"], ends[without]) for without in ("reweight_only", "reject_only")]
+        states.append("both" if needs == ["more"] * 2 else "one" if "no more" in needs else "unclear")
+        shown.append(
+            f"budget {budget}: both {number(ends['sparse_rl'])}, rejection alone {number(ends['reject_only'])}, "
+            f"reweighting alone {number(ends['reweight_only'])}, neither {number(ends['naive'])}"
+        )
+    if not states:
+        return Finding(UNTESTED, "naive is nowhere clearly below dense: there is nothing to correct")
+    state = HOLDS if "both" in states else FAILS if set(states) == {"one"} else UNTESTED
+    return _decided(state, "; ".join(shown))
+
+
+def sparse_trained_wins(evidence: Evidence, testbed: str) -> Finding:
+    states, shown = [], []
+    budgets = evidence.bed(testbed)["budgets"]
+    for budget in budgets[1:] or budgets:
+        cache = f"rkv:{budget}"
+        ours = evidence.under(testbed, "sparse_rl", budget, cache)
+        dense, naive = evidence.under(testbed, "dense", 0, cache), evidence.under(testbed, "naive", budget, cache)
+        for arm, found in (("sparse_rl", ours), ("dense", dense)):
+            if found.count < SEEDS:
+                return _missing(f"{arm} under {cache}", found)
+        lower = compare(dense, ours) == "more"
+        states.append("no more" if lower else compare(ours, dense))
+        shown.append(f"under {cache} sparse_rl {number(ours)}, dense {number(dense)}, naive {number(naive)}")
+    state = FAILS if set(states) == {"no more"} else UNTESTED
+    if "more" in states and "no more" not in states:
+        state = HOLDS
+    return _decided(state, "; ".join(shown))
+
+
+def extremes_fail(evidence: Evidence, testbed: str) -> Finding:
+    budgets = [r["settings"]["budget"] for r in evidence.trained(testbed) if r["settings"]["arm"] == "sparse_rl"]
+    least = min(budgets, default=0)
+    end, dense = evidence.end(testbed, "sparse_rl", least), evidence.end(testbed, "dense", 0)
+    length = evidence.curve(testbed, "dense", 0, "length", slice(None)).mean
+    if end.count < SEEDS:
+        return _missing(f"sparse_rl at budget {least}", end)
+    if not least <= EXTREME * length:
+        return Finding(UNTESTED, f"the smallest budget, {least}, is {least / length:.2f} of the mean length")
+    kept = ratio(end, dense)
+    state = {"below": HOLDS, "above": FAILS}.get(_against(kept), UNTESTED)
+    return _decided(state, f"at budget {least} of {length:.0f} tokens sparse_rl ends at {share(kept)} of dense")
+
+
+def tail_beats_mean(evidence: Evidence) -> Finding:
+    """Over the naive runs of all testbeds: what tells those that lose accuracy from those that do not."""
+    found = cases(evidence, ["naive"])
+    failed = sum(case.failed for case in found)
+    if not failed or failed == len(found):
+        return Finding(UNTESTED, f"{failed} of {len(found)} naive runs lose accuracy: nothing to tell apart")
+    shown = [f"mean {auc(found, 'overlap_mean'):.2f}"]
+    bounds = {}
+    for name in TAILS:
+        bounds[name] = interval(found, partial(_lead, name))
+        low, high = bounds[name]
+        label = STATISTICS[name][0].removeprefix("overlap, ")
+        shown.append(f"{label} {auc(found, name):.2f} ({low:+.2f} to {high:+.2f} against the mean)")
+    low, high = bounds["overlap_p05"]
+    state = HOLDS if low > 0 else FAILS if high < TAIL_MARGIN else UNTESTED
+    return _decided(state, f"{failed} of {len(found)} naive runs lose accuracy; AUC: {', '.join(shown)}")
+
+
+def _lead(name: str, found: list[Case]) -> float:
+    return auc(found, name) - auc(found, "overlap_mean")
+
+
+def _judge(evidence: Evidence, testbed: str, judge: Callable[[Evidence, str], Finding]) -> Finding:
+    """A testbed in which the dense arm does not learn says nothing."""
+    learnt = gain(evidence, testbed)
+    if not evidence.start(testbed).count:
+        return Finding(UNTESTED, "missing: the accuracy before training")
+    if learnt.count < SEEDS:
+        return _missing("dense", learnt)
+    if learnt.mean < LEARNS:
+        return Finding(UNTESTED, f"the dense arm gains only {learnt.mean:+.3f}: the testbed is wrong")
+    return judge(evidence, testbed)
+
+
+def _against(kept: Estimate) -> str:
+    """A share of dense accuracy against 97 %."""
+    if kept.mean - CLEAR * kept.se >= CLOSE:
+        return "above"
+    return "below" if kept.mean + CLEAR * kept.se < CLOSE else "unclear"
+
+
+def _decided(state: str, numbers: str) -> Finding:
+    """With the numbers complete, neither verdict means that they are too close to call."""
+    return Finding(state, numbers if state != UNTESTED else f"too close to call: {numbers}")
+
+
+def _missing(what: str, found: Estimate) -> Finding:
+    return Finding(UNTESTED, f"missing: {what} has {found.count} of {SEEDS} seeds")
+
+
+def number(found: Estimate) -> str:
+    """0.945 ± 0.003, over seeds."""
+    if not found.count:
+        return "missing"
+    return f"{found.mean:.3f}" if math.isnan(found.se) else f"{found.mean:.3f} ± {found.se:.3f}"
+
+
+def share(found: Estimate) -> str:
+    """96.8 ± 0.4 %."""
+    if not found.count:
+        return "missing"
+    return f"{100 * found.mean:.1f} %" if math.isnan(found.se) else f"{100 * found.mean:.1f} ± {100 * found.se:.1f} %"
+
+
+CLAIMS: tuple[tuple[str, str, Callable[[Evidence, str], Finding]], ...] = (
+    (
+        "Naive sparse training collapses",
+        "Holds if naive ends clearly below where it started at some budget; does not hold if at every budget it surely "
+        f"loses less than {DROP}.",
+        naive_collapses,
+    ),
+    (
+        "sparse_rl stays within 3 % of dense at 35 % KV saved or more",
+        "Of the budgets that save as much: holds if at one the share of dense accuracy is 97 % or more with two "
+        "standard errors to spare; does not hold if at all of them it is as surely below.",
+        within_three_percent,
+    ),
+    (
+        "Rejection and reweighting are both needed",
+        "Of the budgets where naive is clearly below dense: holds if at one sparse_rl is clearly above either alone; "
+        f"does not hold if at all of them one alone is surely less than {DROP} behind.",
+        both_needed,
+    ),
+    (
+        "Sparse-trained beats dense-trained under the same sparse inference",
+        "R-KV at the budget trained with: holds if sparse_rl is clearly above dense-trained at one of the budgets and "
+        f"does not surely lead by less than {DROP} at the other; does not hold if it surely leads by less at all.",
+        sparse_trained_wins,
+    ),
+    (
+        "Extreme budgets fail",
+        f"The smallest budget, at most {EXTREME} of the mean length: holds if sparse_rl is there surely below 97 % of "
+        "dense; does not hold if it is surely above.",
+        extremes_fail,
+    ),
+)
+TAIL_CLAIM = "The tail of the overlap predicts better than its mean"
+TAIL_RULE = (
+    f"Naive runs that lose {DROP} of accuracy against those that do not, all policies and budgets: holds if the AUC of "
+    "P05 before training leads that of the mean in 95 % of bootstrap samples of whole settings; does not hold if it "
+    f"leads by less than {TAIL_MARGIN} in as many."
+)

@@ -1,0 +1,289 @@
+# SPDX-License-Identifier: Apache-2.0
+"""docs/evidence.md: the verdicts, then a table and a plot a part, all from the raw results.
+
+The same results give the same bytes. What is missing is called missing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from functools import partial
+from pathlib import Path
+
+from sparse_rl.evaluate.statistics import Estimate
+from sparse_rl.report.evidence import (
+    ARMS,
+    DROP,
+    SEEDS,
+    STATISTICS,
+    Evidence,
+    auc,
+    cases,
+    interval,
+    read_evidence,
+    survival,
+    threshold,
+)
+from sparse_rl.report.evidence_claims import LEARNS, UNTESTED, gain, number, verdicts
+from sparse_rl.runfolder import write_whole
+
+NONE = "–"
+EPS = (1e-5, 1e-4, 1e-3, 1e-2)
+FIRST, LAST = slice(0, 3), slice(-5, None)  # steps
+ABOUT = """Do the papers' claims hold on models that train here? Every number below comes from the raw results in
+`{results}`, one line a cell, with its settings, seed, hardware and commit; this page and its plots are written by
+
+    sparse-rl report --evidence {results} --output {output}
+
+and any cell is run again by `python benchmarks/evidence/part_X.py --only CELL` (`--list` names them). ± is one standard
+error over seeds ({seeds} where nothing else is said). Accuracy is that of samples at temperature 1 on held-out
+problems; "dense" and "sparse" accuracy are those of the same weights with the dense cache and with the cache of the
+rollouts. KV saved is 1 - entries held / entries a dense cache would hold, over decode steps."""
+
+
+def write_evidence(results: Path, output: Path) -> None:
+    """The page, and its plots in a folder of the same name beside it."""
+    from sparse_rl.report.evidence_plots import draw
+
+    evidence = read_evidence(results)
+    plots = output.with_suffix("")
+    drawn = draw(evidence, plots)
+    write_whole(output, page(evidence, results.as_posix(), output.as_posix(), plots.name, drawn))
+
+
+def page(evidence: Evidence, results: str, output: str, plots: str, drawn: Sequence[str]) -> str:
+    """The document as Markdown; `drawn` names the plots there are."""
+
+    def plot(name: str, text: str) -> list[str]:
+        return [f"![{text}]({plots}/{name}.png)"] if name in drawn else []
+
+    parts = ["# Evidence", ABOUT.format(results=results, output=output, seeds=SEEDS), *_verdicts(evidence)]
+    if not evidence.records:
+        return "\n\n".join([*parts, "There are no results yet.", ""])
+    parts += ["## Testbeds", _testbeds(evidence)]
+    for bed in evidence.testbeds:
+        parts += [f"## Arms and budgets: {bed}", *plot(f"arms-{bed}", "accuracy after training by arm and budget")]
+        parts += [*plot(f"curves-{bed}", "dense accuracy over the steps"), _arms(evidence, bed)]
+    chains = [bed for bed in evidence.testbeds if "sweep" in evidence.bed(bed)]
+    for bed in chains:
+        parts += [f"## Threshold, budget and length: {bed}", _eps(evidence, bed)]
+        parts += [*plot(f"budget-{bed}", "accuracy after training by budget"), _budgets(evidence, bed)]
+        parts += [*plot(f"length-{bed}", "rejection by length against a constant hazard"), _lengths(evidence, bed)]
+    for bed in evidence.testbeds:
+        parts += [f"## Sparsity-aware training: {bed}", *plot(f"matrix-{bed}", "accuracy by training and cache")]
+        parts.append(_matrix(evidence, bed))
+    parts += ["## What predicts collapse", *plot("predictors", "change of accuracy against statistics before training")]
+    parts.append(_predictors(evidence))
+    parts += ["## Where time and memory go", *plot("time", "seconds of a step by stage"), _times(evidence)]
+    for bed in chains:
+        parts += [f"## Four updates a rollout: {bed}", _updates(evidence, bed)]
+    return "\n\n".join([*parts, "## Where it comes from", _provenance(evidence), ""])
+
+
+def _verdicts(evidence: Evidence) -> list[str]:
+    found = verdicts(evidence)
+    rows = []
+    for verdict in found:
+        numbers = [f"{name}: {finding.numbers}" for name, finding in verdict.findings.items()]
+        rows.append([verdict.claim, f"**{verdict.state}**", "<br>".join(numbers) or "missing"])
+    rules = [f"- {verdict.claim}. {verdict.rule}" for verdict in found]
+    clearly = "Clearly is by more than two standard errors of the difference; surely, with two of them to spare."
+    otherwise = f"Anything else, a missing run, or a dense arm that gains less than {LEARNS:.2f}: {UNTESTED}."
+    return ["## Verdicts", table(("claim", "verdict", "numbers"), rows), f"{clearly} {otherwise}", "\n".join(rules)]
+
+
+def _testbeds(evidence: Evidence) -> str:
+    rows = []
+    for bed in evidence.testbeds:
+        learnt = gain(evidence, bed)
+        state = "missing" if math.isnan(learnt.mean) else "yes" if learnt.mean >= LEARNS else "**no**"
+        length = evidence.curve(bed, "dense", 0, "length", slice(None))
+        settings = evidence.bed(bed)
+        steps = f"{settings['updates']} x {settings['prompts'] * settings['n']}" if "updates" in settings else NONE
+        rows.append(
+            [bed, _plain(length, ".0f"), steps, number(evidence.start(bed)), number(evidence.end(bed, "dense", 0))]
+        )
+        rows[-1] += [_plain(learnt, "+.3f"), state]
+    head = ("testbed", "tokens a completion", "steps x rollouts", "before", "dense arm, after", "gain", "learns")
+    return table(head, rows)
+
+
+def _arms(evidence: Evidence, bed: str) -> str:
+    rows = []
+    for budget in evidence.bed(bed)["budgets"]:
+        for arm in ARMS:
+            if bed == "smollm2" and not evidence.runs(bed, arm, budget):
+                continue  # not planned there
+            rows.append([str(budget) if arm != "dense" else "all", arm, *_run(evidence, bed, arm, budget)])
+    text = "First and last are means over the first three and the last five steps."
+    text += " The dense arm's sparse accuracy is with the middle budget's cache."
+    return f"{text}\n\n{table(('budget', 'arm', *RUN), [row for i, row in enumerate(rows) if row not in rows[:i]])}"
+
+
+RUN = (
+    *("dense accuracy", "sparse accuracy", "KV saved", "xi < 1e-4, first", "last", "KL, first", "last"),
+    *("gradient norm", "length", "seeds"),
+)
+
+
+def _run(evidence: Evidence, bed: str, arm: str, budget: int, eps: float | None = None, updates: int = 1) -> list[str]:
+    """A setting's numbers over its seeds."""
+    runs = evidence.runs(bed, arm, budget, eps=eps, updates=updates)
+    if not runs:
+        return ["missing"] + [NONE] * (len(RUN) - 2) + [f"0 of {SEEDS}"]
+
+    def curve(name: str, at: slice, form: str) -> str:
+        return _plain(evidence.curve(bed, arm, budget, name, at, eps=eps, updates=updates), form)
+
+    ends = [number(evidence.end(bed, arm, budget, cache, eps=eps, updates=updates)) for cache in ("dense", "sparse")]
+    return [
+        *ends,
+        curve("kv_saved", slice(None), ".0%"),
+        *(curve("catastrophic", at, ".1%") for at in (FIRST, LAST)),
+        *(curve("kl", at, ".4f") for at in (FIRST, LAST)),
+        curve("grad_norm", slice(None), ".3f"),
+        curve("length", LAST, ".0f"),
+        f"{len(runs)} of {SEEDS}",
+    ]
+
+
+def _eps(evidence: Evidence, bed: str) -> str:
+    rows = []
+    for budget in evidence.bed(bed)["budgets"][1:]:
+        for eps in EPS:
+            given = None if eps == EPS[1] else eps
+            rejected = evidence.curve(bed, "sparse_rl", budget, "rejection", slice(None), eps=given)
+            numbers = _run(evidence, bed, "sparse_rl", budget, eps=given)
+            rows.append([str(budget), f"{eps:g}", numbers[0], numbers[1], _plain(rejected, ".1%"), numbers[-1]])
+    return table(("budget", "eps", "dense accuracy", "sparse accuracy", "rejected", "seeds"), rows)
+
+
+def _budgets(evidence: Evidence, bed: str) -> str:
+    settings = evidence.bed(bed)
+    length = evidence.curve(bed, "dense", 0, "length", slice(None)).mean
+    rows = []
+    for budget in sorted({*settings["sweep"], *settings["budgets"]}):
+        part = NONE if math.isnan(length) else f"{budget / length:.2f}"
+        rows.append([str(budget), part, *_run(evidence, bed, "sparse_rl", budget)])
+    return table(("budget", "of the length", *RUN), rows)
+
+
+def _lengths(evidence: Evidence, bed: str) -> str:
+    """Rejection by length before training, against the hazard that explains the whole length."""
+    settings, rows = evidence.bed(bed), []
+    for budget in sorted({*settings["sweep"], *settings["budgets"]}):
+        places, total, length = survival(evidence.before(bed, "rkv", budget))
+        if not total:
+            rows.append([str(budget), "missing", *[NONE] * 5])
+            continue
+        whole = len(places) / total
+        hazard = -math.log(max(1 - whole, 0.5 / total)) / length
+        cells = []
+        for part in (0.25, 0.5, 0.75, 1.0):
+            seen = sum(place < part * length for place in places) / total
+            law = 1 - math.exp(-hazard * part * length)
+            cells.append(f"{100 * seen:.1f} % ({100 * law:.1f} %)")
+        rows.append([str(budget), f"{hazard:.1e}", *cells, str(total)])
+    head = ("budget", "hazard a token", "a quarter of the length", "half", "three quarters", "whole", "rollouts")
+    text = "Rollouts with a token xi < 1e-4 before training, and in brackets what a constant hazard would give."
+    return f"{text}\n\n{table(head, rows)}"
+
+
+def _matrix(evidence: Evidence, bed: str) -> str:
+    caches = dict.fromkeys(
+        cache
+        for record in evidence.records
+        if "matrix" in record["results"] and record["settings"]["testbed"]["name"] == bed
+        for cache in record["results"]["matrix"]
+    )
+    if not caches:
+        return "missing"
+    budgets = evidence.bed(bed)["budgets"]
+    trained = [("start", 0), ("dense", 0)]
+    trained += [(arm, budget) for budget in budgets[1:] or budgets for arm in ("naive", "sparse_rl")]
+    rows = []
+    for arm, budget in trained:
+        name = "before training" if arm == "start" else f"{arm}, budget {budget}" if budget else arm
+        rows.append([name, *(number(evidence.under(bed, arm, budget, cache)) for cache in caches)])
+    return table(("trained", *(f"under {cache}" for cache in caches)), rows)
+
+
+def _predictors(evidence: Evidence) -> str:
+    tables = []
+    for name, arms in (("naive", ["naive"]), ("sparse_rl", ["sparse_rl"]), ("all sparse arms", ARMS[1:])):
+        found = cases(evidence, arms)
+        failed = sum(case.failed for case in found)
+        text = f"{name}: {failed} of {len(found)} runs lose more than {DROP} of dense accuracy."
+        if not failed or failed == len(found):
+            tables.append(f"{text} There is nothing to tell apart.")
+            continue
+        rows = []
+        for statistic, (label, sign) in STATISTICS.items():
+            low, high = interval(found, partial(auc, name=statistic))
+            cut, right = threshold(found, statistic)
+            side = "below" if sign < 0 else "above"
+            rows.append(
+                [label, f"{auc(found, statistic):.2f}", f"{low:.2f} to {high:.2f}", f"{side} {cut:.3g}", f"{right:.2f}"]
+            )
+        head = ("before training", "AUC", "95 %", "warns", "right, mean of both kinds")
+        tables.append(f"{text}\n\n{table(head, rows)}")
+    return "\n\n".join(tables)
+
+
+def _times(evidence: Evidence) -> str:
+    records = evidence.part("e")
+    if not records:
+        return "missing"
+    rows = []
+    for record in sorted(records, key=lambda r: (r["settings"]["response"], r["settings"]["budget"])):
+        own, found = record["settings"], record["results"]
+        cache = f"rkv {own['budget']}" if own["budget"] else "dense"
+        seconds = [found[f"{name}_s"] for name in ("rollout", "score", "update_plain", "update_corrected")]
+        peaks = [found[f"{name}_peak_bytes"] / 1e9 for name in ("kv", "rollout", "update")]
+        rows.append([f"{own['sequences']} x {own['response']}", cache, *(f"{value:.1f}" for value in seconds)])
+        rows[-1] += [f"{1000 * found['correct_s']:.1f}", *(f"{value:.1f}" for value in peaks)]
+    head = (
+        *("completions", "cache", "rollout, s", "a scoring pass, s", "update, s", "update with correction, s"),
+        *("correction itself, ms", "KV peak, GB", "rollout peak, GB", "update peak, GB"),
+    )
+    return table(head, rows)
+
+
+def _updates(evidence: Evidence, bed: str) -> str:
+    middle, rows = evidence.bed(bed)["budgets"][1], []
+    for arm in ("dense", "naive", "sparse_rl", "sparse_rl_release", "tis"):
+        one, four = (evidence.end(bed, arm, middle, updates=updates) for updates in (1, 4))
+        change = Estimate(four.mean - one.mean, math.hypot(one.se, four.se), min(one.count, four.count))
+        rows.append([arm, number(one), number(four), _plain(change, "+.3f")])
+    return table(("arm", "one update", "four updates", "change"), rows)
+
+
+def _provenance(evidence: Evidence) -> str:
+    rows = []
+    for part in dict.fromkeys(record["part"] for record in evidence.records):
+        records = evidence.part(part)
+        hours = sum(record["seconds"] for record in records) / 3600
+        commits = ", ".join(sorted({str(record["commit"]) for record in records}))
+        rows.append(
+            [part, str(len(records)), f"{hours:.2f}", ", ".join(sorted({r["hardware"] for r in records})), commits]
+        )
+    return table(("part", "cells", "process hours", "hardware", "commit"), rows)
+
+
+def _plain(found: Estimate, form: str) -> str:
+    """A mean and its error in a form of format()."""
+    if not found.count or math.isnan(found.mean):
+        return NONE
+    mean = format(found.mean, form)
+    if math.isnan(found.se):
+        return mean.replace("%", " %")
+    error = format(found.se, form.replace("+", ""))
+    return f"{mean.removesuffix('%')} ± {error}".replace("%", " %")
+
+
+def table(head: Iterable[str], rows: Iterable[Sequence[str]]) -> str:
+    """In Markdown."""
+    head = list(head)
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", r"\|") for cell in line) + " |" for line in lines)

@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The plots of docs/evidence.md. One with nothing to draw is left out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sparse_rl.evaluate.statistics import Estimate, estimate
+from sparse_rl.report.evidence import ARMS, DROP, STATISTICS, Evidence, cases, survival
+from sparse_rl.report.plots import INK, STYLE, looks
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+LOOKS = dict(zip(ARMS, looks(len(ARMS)), strict=True))
+STAGES = {
+    "rollout_s": "rollout",
+    "update_plain_s": "update",
+    "extra": "what correcting adds",
+    "score_s": "scoring first",
+}
+
+
+def draw(evidence: Evidence, folder: Path) -> list[str]:
+    """Write every plot that has something to show as a PNG; their names."""
+    try:
+        import matplotlib.style
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ValueError("a report needs matplotlib; pip install 'sparse-rl[report]'.") from error
+    plots: dict[str, Callable[[Figure], bool]] = {}
+    for bed in evidence.testbeds:
+        plots[f"arms-{bed}"] = lambda figure, bed=bed: _arms(figure, evidence, bed)  # type: ignore[misc]
+        plots[f"curves-{bed}"] = lambda figure, bed=bed: _curves(figure, evidence, bed)  # type: ignore[misc]
+        plots[f"matrix-{bed}"] = lambda figure, bed=bed: _matrix(figure, evidence, bed)  # type: ignore[misc]
+        if "sweep" in evidence.bed(bed):
+            plots[f"budget-{bed}"] = lambda figure, bed=bed: _budgets(figure, evidence, bed)  # type: ignore[misc]
+            plots[f"length-{bed}"] = lambda figure, bed=bed: _lengths(figure, evidence, bed)  # type: ignore[misc]
+    plots["predictors"] = lambda figure: _predictors(figure, evidence)
+    plots["time"] = lambda figure: _times(figure, evidence)
+    drawn = []
+    with matplotlib.style.context(["default", STYLE]):
+        for name, make in plots.items():
+            figure = Figure(figsize=(9.0, 3.4), layout="constrained")
+            if make(figure):
+                folder.mkdir(parents=True, exist_ok=True)
+                figure.savefig(folder / f"{name}.png", dpi=130, metadata={"Software": None})
+                drawn.append(name)
+    return drawn
+
+
+def _arms(figure: Figure, evidence: Evidence, bed: str) -> bool:
+    """Accuracy after training with both caches: a point an arm and budget, the dense arm and the start as lines."""
+    budgets, shown = evidence.bed(bed)["budgets"], False
+    panels = figure.subplots(1, 2, sharey=True)
+    for panel, cache in zip(panels, ("dense", "sparse"), strict=True):
+        panel.set_title(f"Accuracy after training, {cache} cache (± 1 s.e.)")
+        for i, arm in enumerate(ARMS[1:]):
+            colour, marker = LOOKS[arm]
+            ends = [evidence.end(bed, arm, budget, cache) for budget in budgets]
+            places = [x + (i - 3) * 0.1 for x in range(len(budgets))]
+            shown |= _points(panel, places, ends, color=colour, marker=marker, ls="", markersize=6, label=arm)
+        if cache == "dense":
+            for label, found, dash in (
+                ("dense", evidence.end(bed, "dense", 0), "-"),
+                ("before", evidence.start(bed), ":"),
+            ):
+                if found.count:
+                    panel.axhline(found.mean, color=INK, ls=dash, lw=1, label=label)
+        panel.set_xticks(range(len(budgets)), [f"budget {budget}" for budget in budgets])
+        panel.set_xlim(-0.5, len(budgets) - 0.5)
+        panel.set_ylim(0, 1)
+    figure.legend(
+        *panels[0].get_legend_handles_labels(),
+        loc="outside lower left",
+        ncols=9,
+        columnspacing=0.7,
+        handletextpad=0.2,
+        fontsize=9,
+    )
+    return shown
+
+
+def _curves(figure: Figure, evidence: Evidence, bed: str) -> bool:
+    """Dense accuracy over the steps, mean of the seeds: before, some looks on the way, the end."""
+    budgets, start, shown = evidence.bed(bed)["budgets"], evidence.start(bed), False
+    panels = figure.subplots(1, len(budgets), sharey=True, squeeze=False)[0]
+    for panel, budget in zip(panels, budgets, strict=True):
+        for arm in ARMS:
+            runs = [r for r in evidence.runs(bed, arm, budget) if r["results"]["checks"]]
+            if not runs or not start.count:
+                continue
+            looks_at = [step for step, _, _ in runs[0]["results"]["checks"]]
+            on_the_way = [estimate(r["results"]["checks"][i][1] for r in runs) for i in range(len(looks_at))]
+            steps = [0, *looks_at, len(runs[0]["results"]["curves"]["reward"])]
+            colour, marker = LOOKS[arm]
+            found = [Estimate(start.mean, 0.0, 1), *on_the_way, evidence.end(bed, arm, budget)]
+            shown |= _points(panel, steps, found, color=colour, marker=marker, label=arm)
+        panel.set_title(f"Dense accuracy, budget {budget}")
+        panel.set_xlabel("step")
+        panel.set_ylim(0, 1)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower left", ncols=8, fontsize=9)
+    return shown
+
+
+def _budgets(figure: Figure, evidence: Evidence, bed: str) -> bool:
+    settings = evidence.bed(bed)
+    budgets = sorted({*settings["sweep"], *settings["budgets"]})
+    panel, shown = figure.subplots(), False
+    for arm in ("naive", "sparse_rl"):
+        for cache, dash in (("dense", "-"), ("sparse", "--")):
+            ends = [evidence.end(bed, arm, budget, cache) for budget in budgets]
+            colour, marker = LOOKS[arm]
+            label = f"{arm}, {cache} cache"
+            shown |= _points(panel, list(budgets), ends, color=colour, marker=marker, ls=dash, label=label)
+    dense = evidence.end(bed, "dense", 0)
+    if dense.count:
+        panel.axhline(dense.mean, color=INK, lw=1, label="dense")
+    panel.set_title("Accuracy after training by budget (± 1 s.e.)")
+    panel.set_xlabel("KV budget, entries")
+    panel.set_xscale("log", base=2)
+    panel.set_xticks(budgets, [str(budget) for budget in budgets])
+    panel.set_xticks([], minor=True)
+    panel.set_ylim(0, 1)
+    figure.legend(loc="outside right upper")
+    return shown
+
+
+def _lengths(figure: Figure, evidence: Evidence, bed: str) -> bool:
+    """Share of rollouts that a veto would have ended by a token; dotted, what a constant hazard gives."""
+    settings = evidence.bed(bed)
+    panel, shown = figure.subplots(), False
+    budgets = sorted({*settings["sweep"], *settings["budgets"]})
+    for budget, (colour, _) in zip(budgets, looks(len(budgets)), strict=True):
+        places, total, length = survival(evidence.before(bed, "rkv", budget))
+        if not places:
+            continue
+        shown = True
+        steps = [0, *places, length]
+        panel.step(
+            steps, [i / total for i in range(len(places) + 1)] + [len(places) / total], color=colour, where="post"
+        )
+        hazard = -math.log(max(1 - len(places) / total, 0.5 / total)) / length
+        grid = [length * i / 50 for i in range(51)]
+        panel.plot(grid, [1 - math.exp(-hazard * x) for x in grid], color=colour, ls=":", lw=1)
+        panel.plot([], [], color=colour, label=f"budget {budget}")
+    panel.set_title("Rollouts with a token xi < 1e-4 so far, before training (dotted: constant hazard)")
+    panel.set_xlabel("tokens")
+    panel.set_ylim(0, 1)
+    figure.legend(loc="outside right upper")
+    return shown
+
+
+def _matrix(figure: Figure, evidence: Evidence, bed: str) -> bool:
+    budgets = evidence.bed(bed)["budgets"]
+    budgets = budgets[1:] or budgets
+    panels, shown = figure.subplots(1, len(budgets), sharey=True, squeeze=False)[0], False
+    for panel, budget in zip(panels, budgets, strict=True):
+        caches = ["full", *(f"{policy}:{budget}" for policy in ("rkv", "snapkv", "streaming"))]
+        for i, (arm, at) in enumerate((("start", 0), ("dense", 0), ("naive", budget), ("sparse_rl", budget))):
+            colour, marker = LOOKS.get(arm, ("#999999", "D"))
+            found = [evidence.under(bed, arm, at, cache) for cache in caches]
+            places = [x + (i - 1.5) * 0.15 for x in range(len(caches))]
+            label = "before training" if arm == "start" else f"{arm}-trained"
+            shown |= _points(panel, places, found, color=colour, marker=marker, ls="", markersize=6, label=label)
+        panel.set_xticks(range(len(caches)), caches)
+        panel.set_title(f"Accuracy by cache, trained at {budget} (± 1 s.e.)")
+        panel.set_ylim(0, 1)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower left", ncols=4)
+    return shown
+
+
+def _predictors(figure: Figure, evidence: Evidence) -> bool:
+    found = cases(evidence, ["naive"])
+    figure.set_size_inches(9.0, 5.6)
+    panels = figure.subplots(2, 3, sharey=True).flat
+    beds = list(dict.fromkeys(case.setting[0] for case in found))
+    for panel, (name, (label, _)) in zip(panels, STATISTICS.items(), strict=True):
+        for bed, (colour, marker) in zip(beds, looks(len(beds)), strict=True):
+            own = [case for case in found if case.setting[0] == bed]
+            x, y = [case.known[name] for case in own], [case.change for case in own]
+            panel.plot(x, y, color=colour, marker=marker, ls="", alpha=0.7, label=bed)
+        panel.axhline(-DROP, color=INK, ls=":", lw=1)
+        panel.set_xlabel(label)
+    figure.suptitle(
+        "Change of dense accuracy in naive runs, by what was measured before", x=0.01, ha="left", fontsize=11
+    )
+    if beds:
+        figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower left", ncols=4)
+    return bool(found)
+
+
+def _times(figure: Figure, evidence: Evidence) -> bool:
+    records = sorted(evidence.part("e"), key=lambda r: (r["settings"]["response"], r["settings"]["budget"]))
+    seconds, memory = figure.subplots(1, 2)
+    names = [f"{r['settings']['response']} {'sparse' if r['settings']['budget'] else 'dense'}" for r in records]
+    left = [0.0] * len(records)
+    for (stage, label), (colour, _) in zip(STAGES.items(), looks(len(STAGES)), strict=True):
+        values = [_stage(r["results"], stage) for r in records]
+        seconds.barh(names, values, left=left, color=colour, label=label)
+        left = [a + b for a, b in zip(left, values, strict=True)]
+    for stage, (colour, _) in zip(("update", "rollout", "kv"), looks(3), strict=True):
+        peaks = [r["results"][f"{stage}_peak_bytes"] / 1e9 for r in records]
+        memory.barh(names, peaks, color=colour, height={"update": 0.8, "rollout": 0.5, "kv": 0.2}[stage], label=stage)
+    for panel, title in ((seconds, "Seconds of a step"), (memory, "Peak memory, GB")):
+        panel.set_title(title)
+        panel.invert_yaxis()
+        panel.grid(axis="y", visible=False)
+    tight = {"fontsize": 9, "columnspacing": 0.7}
+    figure.legend(*seconds.get_legend_handles_labels(), loc="outside lower left", ncols=4, **tight)
+    figure.legend(*memory.get_legend_handles_labels(), loc="outside lower right", ncols=3, **tight)
+    return bool(records)
+
+
+def _stage(found: dict[str, float], stage: str) -> float:
+    """Seconds; what correcting adds is the corrected update less the plain one."""
+    if stage == "extra":
+        return max(0.0, found["update_corrected_s"] - found["update_plain_s"])
+    return found[stage]
+
+
+def _points(panel: Axes, places: Sequence[float], found: list[Estimate], **look: Any) -> bool:
+    """Those that there are, with their errors; whether there are any."""
+    there = [(x, e.mean, 0.0 if math.isnan(e.se) else e.se) for x, e in zip(places, found, strict=True) if e.count]
+    if there:
+        x, y, error = zip(*there, strict=True)
+        panel.errorbar(x, y, error, capsize=2, **look)
+    return bool(there)

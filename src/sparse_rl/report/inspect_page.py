@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What caches held of one text, as a page that needs nothing but itself: any layer and head can be looked at.
+
+What each cut kept travels in the page as bits, one a layer, head and position; a few lines of script draw the maps.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from pathlib import Path
+
+import numpy as np
+
+from sparse_rl.evaluate.inspection import Reading
+from sparse_rl.report.inspect_plot import draw_inspection
+from sparse_rl.report.page import Html, _write, document, markup, table
+
+ABOUT = """What a sparse KV cache holds while it reads a text, and how far the next token it would write is from the
+dense model's. All caches read the same text, the dense model's own answer, so they can be compared token by token;
+while sampling, a cache goes on from its own tokens."""
+HEAD = ("cache", "KV saved", "entries at most", "cuts", "overlap, mean", "P05", "lowest", "where")
+HELP = """Map: a position of the text at each x, time runs down; the darker, the more of the chosen layers and heads
+hold it. The dashed line is where the answer begins. Below it, the overlap sum min(p_dense, p_sparse) at every token,
+from 0 to 1; thin lines are cuts. Below that, the text: the darker, the longer a token stayed in the cache, over all
+layers and heads; what is underlined in orange has an overlap below 0.5."""
+LOW = 0.5
+
+CSS = """<style>
+.pick { position: sticky; top: 0; background: Canvas; padding: .4rem 0; z-index: 2; }
+.caches { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(26rem, 100%), 1fr)); gap: 1.5rem; }
+.caches h3 { margin: .2rem 0; overflow-wrap: anywhere; font-size: 1rem; }
+.map, .overlap { position: relative; border: 1px solid #8884; }
+.map canvas { display: block; width: 100%; height: 17rem; image-rendering: pixelated; cursor: crosshair; }
+.border { position: absolute; top: 0; bottom: 0; border-left: 1px dashed #d55e00; pointer-events: none; }
+.border span { position: absolute; left: .3rem; bottom: 0; color: #d55e00; font-size: .75rem; }
+.overlap svg { display: block; width: 100%; height: 6rem; } .overlap { border-top: 0; }
+.overlap .axis { position: absolute; left: .3rem; font-size: .7rem; opacity: .75; }
+.at { min-height: 1.5em; font-size: .85rem; opacity: .85; white-space: pre-wrap; overflow-wrap: anywhere; }
+.text { white-space: pre-wrap; overflow-wrap: anywhere; font: 13px/1.6 ui-monospace, monospace; margin: .3rem 0; }
+.text { max-height: 24rem; overflow-y: auto; } .text b { border-left: 2px solid #d55e00; }
+.text .low { text-decoration: underline 2px #d55e00; }
+.heads { display: grid; gap: 2px; font-size: .7rem; overflow-x: auto; }
+.heads canvas { width: 100%; min-width: 2.5rem; height: 3rem; border: 1px solid #8884; cursor: pointer; }
+</style>"""
+
+SCRIPT = """<script>
+const data = JSON.parse(document.getElementById("data").textContent);
+const size = data.pieces.length, first = data.promptLen, steps = size - first;
+const bytes = Math.ceil(size / 8), heads = data.layers * data.heads;
+for (const cache of data.caches)
+  for (const cut of cache.cuts) cut.bits = Uint8Array.from(atob(cut.kept), c => c.charCodeAt(0));
+
+function chosen(layer, head) {
+  const all = [];
+  for (let l = 0; l < data.layers; l++) for (let h = 0; h < data.heads; h++)
+    if ((layer < 0 || layer === l) && (head < 0 || head === h)) all.push(l * data.heads + h);
+  return all;
+}
+function shares(cut, which) {
+  const share = new Float32Array(size);
+  for (const one of which) for (let x = 0; x < cut.at; x++)
+    share[x] += (cut.bits[one * bytes + (x >> 3)] >> (7 - (x & 7))) & 1;
+  return share.map(count => count / which.length);
+}
+function draw(canvas, cache, layer, head) {
+  canvas.width = size; canvas.height = steps;
+  const which = chosen(layer, head), context = canvas.getContext("2d"), image = context.createImageData(size, steps);
+  canvas.rows = [];
+  let next = 0, share = null, from = 0;
+  for (let y = 0; y < steps; y++) {
+    while (next < cache.cuts.length && cache.cuts[next].at <= first + y) {
+      from = cache.cuts[next].at; share = shares(cache.cuts[next++], which);
+    }
+    canvas.rows.push([share, from]);
+    for (let x = 0; x < first + y; x++) {
+      const held = share && x < from ? share[x] : 1, at = 4 * (y * size + x);
+      image.data[at] = 0; image.data[at + 1] = 114; image.data[at + 2] = 178; image.data[at + 3] = 255 * held;
+    }
+  }
+  context.putImageData(image, 0, 0);
+}
+const layerPick = document.getElementById("layer"), headPick = document.getElementById("head");
+const maps = [...document.querySelectorAll(".map canvas")];
+function redraw() { maps.forEach((map, i) => draw(map, data.caches[i], +layerPick.value, +headPick.value)); }
+layerPick.onchange = headPick.onchange = redraw;
+maps.forEach((map, i) => map.onmousemove = event => {
+  const box = map.getBoundingClientRect();
+  const x = Math.min(size - 1, Math.floor((event.clientX - box.left) / box.width * size));
+  const y = Math.min(steps - 1, Math.max(0, Math.floor((event.clientY - box.top) / box.height * steps)));
+  const [share, from] = map.rows[y], held = share && x < from ? share[x] : 1;
+  const say = x < first + y ? `held by ${Math.round(100 * held)} %` : "not written yet";
+  map.closest("section").querySelector(".at").textContent =
+    `after ${first + y} tokens, position ${x} ${JSON.stringify(data.pieces[x])}: ${say}`;
+});
+document.querySelectorAll("details.every").forEach((details, i) => details.ontoggle = () => {
+  const grid = details.querySelector(".heads");
+  if (grid.children.length) return;
+  for (let l = 0; l < data.layers; l++) for (let h = 0; h < data.heads; h++) {
+    const cell = document.createElement("div"), canvas = document.createElement("canvas");
+    canvas.title = cell.textContent = `layer ${l}, head ${h}`;
+    cell.prepend(canvas); grid.append(cell);
+    draw(canvas, data.caches[i], l, h);
+    canvas.onclick = () => { layerPick.value = l; headPick.value = h; redraw(); maps[i].scrollIntoView(); };
+  }
+});
+redraw();
+</script>"""
+
+
+def write_inspection(readings: list[Reading], folder: Path, model: str) -> None:
+    """Write inspect.html and inspect.png into the folder."""
+    _write(folder / "inspect.png", draw_inspection(readings))
+    _write(folder / "inspect.html", inspection_page(readings, model).encode(errors="replace"))
+
+
+def inspection_page(readings: list[Reading], model: str) -> str:
+    text = readings[0].text
+    layers, heads = _shape(readings)
+    picks = "".join(
+        f'<label>{what} <select id="{what}"><option value="-1">all</option>'
+        + "".join(f'<option value="{i}">{i}</option>' for i in range(count))
+        + "</select></label> "
+        for what, count in (("layer", layers), ("head", heads))
+    )
+    data = {
+        "pieces": text.pieces,
+        "promptLen": text.prompt_len,
+        "layers": layers,
+        "heads": heads,
+        "caches": [
+            {"cuts": [{"at": firing.context, "kept": packed(firing.kept_LKN)} for firing in reading.firings]}
+            for reading in readings
+        ],
+    }
+    body = "\n".join(
+        (
+            CSS,
+            table(HEAD, (_facts(reading) for reading in readings), "summary"),
+            f"<p><small>{markup(HELP)}</small></p>",
+            f'<div class="pick">{picks}</div>',
+            f'<div class="caches">{"".join(_cache(reading, heads) for reading in readings)}</div>',
+            # A text may have "</script>" in it.
+            f'<script type="application/json" id="data">{json.dumps(data).replace("<", chr(92) + "u003c")}</script>',
+            SCRIPT,
+        )
+    )
+    return document(f"What caches hold: {model}", ABOUT, body)
+
+
+def summary_lines(readings: list[Reading]) -> list[str]:
+    """For the terminal: a line a cache."""
+    return [
+        f"{reading.name}: KV saved {facts[1]}, {facts[3]} cuts, overlap mean {facts[4]}, P05 {facts[5]}, "
+        f"lowest {facts[6]} at {facts[7]}"
+        for reading in readings
+        for facts in [_facts(reading)]
+    ]
+
+
+def packed(kept_LKN: np.ndarray) -> str:
+    """Bits in the order of layer, head, position, each head from a new byte on, as base64."""
+    return base64.b64encode(np.packbits(kept_LKN, axis=-1).tobytes()).decode()
+
+
+def _shape(readings: list[Reading]) -> tuple[int, int]:
+    """Layers and heads; of a text that was never cut there is but the whole."""
+    found = next((firing.kept_LKN.shape for reading in readings for firing in reading.firings), (1, 1, 0))
+    return found[0], found[1]
+
+
+def _facts(reading: Reading) -> tuple[str, ...]:
+    overlap, text = reading.overlap, reading.text
+    where = text.prompt_len + int(overlap.argmin())
+    return (
+        reading.name,
+        f"{reading.saved_frac:.0%}",
+        str(max(reading.entries, default=0)),
+        str(len(reading.firings)),
+        f"{overlap.mean():.3f}",
+        f"{np.quantile(overlap, 0.05):.3f}",
+        f"{overlap.min():.3f}",
+        f"{where} {text.pieces[where]!r}",
+    )
+
+
+def _cache(reading: Reading, heads: int) -> Html:
+    text = reading.text
+    border = f'<div class="border" style="left:{100 * text.prompt_len / len(text.ids):.2f}%">'
+    return Html(
+        f"<section><h3>{markup(reading.name)}</h3>\n"
+        f'<div class="map"><canvas></canvas>{border}</div></div>\n'
+        f'<div class="overlap">{_overlap(reading)}{border}<span>answer</span></div>'
+        f'<span class="axis" style="top:0">1</span><span class="axis" style="bottom:0">0 overlap</span></div>\n'
+        f'<div class="at"></div>\n<div class="text">{_text(reading)}</div>\n'
+        f'<details class="every"><summary>Every layer (down) and head (across)</summary>'
+        f'<div class="heads" style="grid-template-columns:repeat({heads},1fr)"></div></details></section>\n'
+    )
+
+
+def _overlap(reading: Reading) -> Html:
+    text = reading.text
+    size = len(text.ids)
+    cuts = "".join(f"M{firing.context} 0V100" for firing in reading.firings)
+    first = text.prompt_len
+    drops = "".join(f"M{first + i + 0.5} 0V{100 * (1 - each):.1f}" for i, each in enumerate(reading.overlap))
+    style = 'vector-effect="non-scaling-stroke" fill="none"'
+    return Html(
+        f'<svg viewBox="0 0 {size} 100" preserveAspectRatio="none" role="img" aria-label="overlap">'
+        f'<path d="{cuts}" stroke="currentColor" opacity=".2" {style}/>'
+        f'<path d="{drops}" stroke="#0072b2" stroke-width="2" {style}/></svg>'
+    )
+
+
+def _text(reading: Reading) -> Html:
+    """Every token, shaded by how long it stayed."""
+    text, stayed, found = reading.text, reading.stayed(), []
+    for i, piece in enumerate(text.pieces):
+        if i == text.prompt_len:
+            found.append("<b></b>")
+        shade = 0.0 if np.isnan(stayed[i]) else stayed[i]
+        said = f"position {i}, " + ("never written" if np.isnan(stayed[i]) else f"stayed {shade:.0%} of the time")
+        low = ""
+        if i >= text.prompt_len:
+            overlap = reading.overlap[i - text.prompt_len]
+            said += f", overlap {overlap:.3f}"
+            low = ' class="low"' if overlap < LOW else ""
+        found.append(
+            f'<span{low} style="background:rgba(0,114,178,{0.75 * shade:.2f})" title="{said}">{markup(piece)}</span>'
+        )
+    return Html("".join(found))

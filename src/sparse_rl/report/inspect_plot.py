@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Caches side by side as one picture: what each holds over time, the overlap under it, and the text it was read from.
+
+A column is a cache. Its map has a token of the text at each x, and time runs down; the overlap shares the map's x axis.
+"""
+
+from __future__ import annotations
+
+import io
+from textwrap import fill
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from sparse_rl.evaluate.inspection import Reading, Text
+from sparse_rl.report.plots import COLOURS, INK, plot_style
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+WIDTH, MAP, OVERLAP, MARGIN = 4.3, 2.7, 1.2, 0.75  # inches: of a column, of its parts, left of it
+GAPS = (0.12, 0.6, 0.0)  # below each part
+TOP, BOTTOM = 0.55, 0.95  # for a cache's name and numbers, for what the shades mean
+COLUMNS, LINES = 72, 26  # characters a line of the text, lines at most
+LEGEND = """Map: the share of layers and heads that hold a position. Text: for how much of the time since a token was
+written they held it. Thin lines and ticks: the cache is cut. Every cache reads the dense model's own answer."""
+NAME = 52  # characters of a cache's name
+LINE = 0.135  # inches
+STRETCH = 0.602  # width of a monospace character over its height
+
+
+def draw_inspection(readings: list[Reading]) -> bytes:
+    """The picture as a PNG."""
+    from matplotlib.colors import LinearSegmentedColormap
+
+    file = io.BytesIO()
+    with plot_style():
+        shades = LinearSegmentedColormap.from_list("held", ["white", COLOURS[0]])
+        _figure(readings, shades).savefig(file, format="png", dpi=200, metadata={"Software": None})
+    return file.getvalue()
+
+
+def _figure(readings: list[Reading], shades: Any) -> Figure:
+    from matplotlib.figure import Figure
+
+    text = readings[0].text
+    lines = wrapped(text)
+    heights = (MAP, OVERLAP, LINE * len(lines))
+    total = TOP + sum(heights) + sum(GAPS) + BOTTOM
+    wide = len(readings) * (WIDTH + MARGIN) + 0.3
+    figure = Figure(figsize=(wide, total))
+    for column, reading in enumerate(readings):
+        left, top = MARGIN + column * (WIDTH + MARGIN), total - TOP
+        axes = []
+        for height, gap in zip(heights, GAPS, strict=True):
+            top -= height
+            axes.append(figure.add_axes((left / wide, top / total, WIDTH / wide, height / total)))
+            top -= gap
+        _map(axes[0], reading, shades, first=column == 0)
+        _overlap(axes[1], reading, first=column == 0)
+        _text(axes[2], reading, lines, shades)
+    _legend(figure, shades, wide, total)
+    return figure
+
+
+def _map(axes: Axes, reading: Reading, shades: Any, *, first: bool) -> None:
+    text = reading.text
+    size = len(text.ids)
+    axes.imshow(
+        np.ma.masked_invalid(reading.held()),
+        cmap=shades,
+        vmin=0.0,
+        vmax=1.0,
+        aspect="auto",
+        interpolation="nearest",
+        extent=(0, size, size, text.prompt_len),
+    )
+    axes.axvline(text.prompt_len, color=COLOURS[1], lw=1, ls="--")
+    for firing in reading.firings:
+        axes.plot([0.985, 1.0], [firing.context] * 2, transform=axes.get_yaxis_transform(), color=INK, lw=0.8)
+    axes.grid(visible=False)
+    axes.tick_params(labelbottom=False)
+    overlap = reading.overlap
+    facts = f"overlap mean {overlap.mean():.3f}, P05 {np.quantile(overlap, 0.05):.3f}, lowest {overlap.min():.3f}"
+    name = reading.name if len(reading.name) <= NAME else f"{reading.name[: NAME - 1]}…"
+    axes.set_title(name, fontsize=10, fontweight="bold", pad=17, parse_math=False)
+    said = f"KV saved {reading.saved_frac:.0%}, {facts}"
+    axes.text(0, 1.02, said, transform=axes.transAxes, fontsize=8, va="bottom")
+    if first:
+        axes.set_ylabel("tokens seen  (time runs down)", fontsize=9)
+
+
+def _overlap(axes: Axes, reading: Reading, *, first: bool) -> None:
+    text, overlap = reading.text, reading.overlap
+    x = np.arange(text.prompt_len, len(text.ids)) + 0.5
+    for firing in reading.firings:
+        axes.axvline(firing.context, color=INK, lw=0.5, alpha=0.25)
+    axes.vlines(x, overlap, 1.0, color=COLOURS[0], lw=max(0.6, 250 / len(text.ids)), alpha=0.75)
+    axes.axvline(text.prompt_len, color=COLOURS[1], lw=1, ls="--")
+    axes.text(text.prompt_len, 0.03, " answer", color=COLOURS[1], fontsize=8)
+    axes.set_xlim(0, len(text.ids))
+    axes.set_ylim(0.0, 1.02)
+    axes.grid(visible=False, axis="x")  # cuts are the lines there
+    axes.set_xlabel("position in the text", fontsize=9)
+    if first:
+        axes.set_ylabel("overlap with\nthe dense model", fontsize=9)
+
+
+def _text(axes: Axes, reading: Reading, lines: list[list[tuple[int, str]]], shades: Any) -> None:
+    from matplotlib.patches import Rectangle
+
+    stayed = reading.stayed()
+    axes.set(xlim=(0, COLUMNS), ylim=(len(lines), 0))
+    axes.axis("off")
+    points = WIDTH * 72 / COLUMNS / STRETCH
+    for row, line in enumerate(lines):
+        x = 0
+        for token, piece in line:
+            known = token >= 0 and not np.isnan(stayed[token])
+            if known:
+                axes.add_patch(Rectangle((x, row), len(piece), 1, facecolor=shades(stayed[token]), lw=0))
+            dark = known and stayed[token] > 0.6
+            axes.text(
+                x,
+                row + 0.5,
+                piece,
+                family="monospace",
+                fontsize=points,
+                va="center_baseline",
+                color="white" if dark else INK,
+                parse_math=False,
+            )
+            x += len(piece)
+            if token == reading.text.prompt_len - 1:
+                axes.plot([x, x], [row, row + 1], color=COLOURS[1], lw=1.2)
+
+
+def _legend(figure: Figure, shades: Any, wide: float, total: float) -> None:
+    from matplotlib.cm import ScalarMappable
+
+    bar = figure.add_axes((MARGIN / wide, 0.45 / total, 0.8 / wide, 0.1 / total))
+    figure.colorbar(ScalarMappable(cmap=shades), cax=bar, orientation="horizontal", ticks=[0, 1])
+    bar.tick_params(labelsize=7, length=2)
+    said = fill(LEGEND, int((wide - MARGIN - 1.2) / 0.068))
+    figure.text((MARGIN + 1.0) / wide, 0.5 / total, said, fontsize=8, va="center")
+
+
+def wrapped(text: Text) -> list[list[tuple[int, str]]]:
+    """The text in lines of at most COLUMNS characters, as (token, piece); a token may be broken. Token -1 is a note."""
+    lines: list[list[tuple[int, str]]] = [[]]
+    room = COLUMNS
+    for token, piece in enumerate(text.pieces):
+        rest = printable(piece)
+        while rest:
+            if room == 0:
+                lines.append([])
+                room = COLUMNS
+            lines[-1].append((token, rest[:room]))
+            rest, room = rest[room:], room - len(lines[-1][-1][1])
+    if len(lines) > LINES:
+        return [*lines[: LINES - 1], [(-1, f"... and {len(lines) - LINES + 1} lines more")]]
+    return lines
+
+
+def printable(piece: str) -> str:
+    """A token's text in characters of one width that the picture's font has."""
+    piece = piece.replace("\n", "↵").replace("\t", "→")
+    return "".join(each if each.isprintable() and ord(each) < 0x2500 else "□" for each in piece) or "□"

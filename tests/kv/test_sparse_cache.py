@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SparseCache under transformers' `generate`: the engine's tokens, log-probs and memory, and clear refusals."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from schedules import named
+
+import sparse_rl
+from sparse_rl.kv import RKV, Full, KVPolicy, SnapKV, Streaming, build_policy
+from sparse_rl.kv.sparse_cache import PAGE_SIZE, SparseCache
+from sparse_rl.rollout import Engine, EngineConfig, Sampling
+
+LENGTHS = (7, 41, 23, 30)  # the second and the fourth are over every budget below
+NEW = 40
+
+
+def padded(prompts, device):
+    """The prompts padded on the left, and their mask."""
+    width = max(map(len, prompts))
+    ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts], device=device)
+    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
+    return ids, mask
+
+
+def generate(model, prompts, cache, **settings):
+    """New tokens of each row, and their log-probs."""
+    ids, mask = padded(prompts, model.device)
+    settings = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "pad_token_id": 0} | settings
+    out = model.generate(
+        ids, attention_mask=mask, past_key_values=cache, output_logits=True, return_dict_in_generate=True, **settings
+    )
+    tokens = out.sequences[:, ids.shape[1] :]
+    logprobs = torch.stack(out.logits, dim=1).log_softmax(-1).gather(-1, tokens[..., None])[..., 0]
+    return tokens, logprobs
+
+
+def rollouts(loaded, prompts, policy):
+    engine = Engine(loaded, policy, EngineConfig(rows=4, page_size=16))
+    return engine.generate(prompts, Sampling(max_tokens=NEW, temperature=0.0, stop_ids=()))
+
+
+CASES = [  # qwen2 has sliding layers among full ones
+    ("qwen2", Full()),
+    ("llama", Streaming(budget=16, interval=4, sinks=2)),
+    ("qwen2", SnapKV(budget=20, interval=7, window=4)),
+    ("llama", RKV(budget=23, interval=9, window=6, sinks=1)),  # just as long as a prompt
+    ("qwen2", RKV(budget=24, interval=9, window=6)),
+    ("llama", RKV(budget=24, interval=5, order="score")),
+    ("llama", SnapKV(budget=named((0, 25, 32), (16, 19, 26)), interval=5, window=4)),
+    ("qwen2", SnapKV(budget=16, interval=5, window=3, protect_prompt=True)),
+    ("llama", SnapKV(budget=20, interval=6, window=4, index="shared")),
+    ("qwen2", build_policy("random", budget=16, interval=6, recent=2)),
+    ("llama", build_policy("knorm", budget=16, interval=6)),
+    ("qwen2", build_policy("keydiff", budget=16, interval=6)),
+    ("llama", build_policy("tova", budget=16, interval=6)),
+    ("qwen2", build_policy("h2o", budget=16, interval=6, window=8, recent=4)),
+    ("llama", build_policy("gkv", budget=20, interval=6, window=4)),
+]
+
+
+@pytest.mark.parametrize(("family", "policy"), CASES, ids=[f"{family}-{policy.name}" for family, policy in CASES])
+def test_tokens_of_a_padded_batch_are_the_engines(family, policy, tiny, prompts):
+    loaded = tiny(family, dtype=torch.float64)
+    cache = SparseCache(policy)
+    given = prompts(*LENGTHS, seed=3)
+    tokens, logprobs = generate(loaded.model, given, cache)
+    expected = rollouts(loaded, given, policy)
+    assert tokens.tolist() == [rollout.token_ids.tolist() for rollout in expected]
+    torch.testing.assert_close(
+        logprobs.float(), torch.stack([r.sampler_logprobs for r in expected]).to(logprobs.device)
+    )
+    if not isinstance(policy, Full):
+        fired = cache.num_compressions
+        assert fired == [rollout.kv.num_compressions for rollout in expected] and min(fired) >= 2
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_log_probs_in_fp32_are_the_engines(family, tiny, prompts):
+    loaded, policy = tiny(family), RKV(budget=20, interval=6)
+    given = prompts(*LENGTHS, seed=5)
+    tokens, logprobs = generate(loaded.model, given, SparseCache(policy))
+    expected = rollouts(loaded, given, policy)
+    compared = 0
+    for row, rollout in enumerate(expected):  # until rounding takes another token
+        same = (tokens[row].cpu() == rollout.token_ids).int().cumprod(0).bool()
+        compared += int(same.sum())
+        error = (logprobs[row].cpu() - rollout.sampler_logprobs)[same].abs().max()
+        assert error < 1e-4
+    assert compared > 0.9 * len(expected) * NEW
+
+
+def test_a_model_with_its_own_attention_is_told_what_to_do(reference, prompts):
+    model = reference()
+    with pytest.raises(ValueError, match=r"set_attn_implementation\('sparse_rl'\)"):
+        generate(model, prompts(5), SparseCache("streaming", budget=8))
+
+
+def test_changing_the_attention_is_all_a_user_does(tiny, prompts):
+    from sparse_rl.model.tiny import tiny_model
+
+    loaded = tiny(dtype=torch.float64)
+    model = tiny_model(dtype=torch.float64, device=loaded.model.device, attn_implementation="sdpa")
+    model.set_attn_implementation("sparse_rl")
+    given = prompts(30, 12)
+    tokens, _ = generate(model, given, sparse_rl.SparseCache("snapkv", 16, interval=8))
+    assert tokens.tolist() == [r.token_ids.tolist() for r in rollouts(loaded, given, SnapKV(budget=16, interval=8))]
+
+
+def test_memory_is_bounded_by_the_trigger(tiny, prompts):
+    loaded, policy = tiny(), RKV(budget=20, interval=10, window=5)
+    cache, shape = SparseCache(policy), loaded.shape
+    peaks = []
+
+    class Watched(type(cache)):
+        def _end(self, num_tokens):
+            super()._end(num_tokens)
+            peaks.append(self.num_bytes)
+
+    cache.__class__ = Watched
+    generate(loaded.model, prompts(90, 70), cache, max_new_tokens=60)
+    pages = -(-policy.trigger(90, 0) // PAGE_SIZE)
+    bound = (2 * pages + 1) * PAGE_SIZE * shape.entry_bytes + 3 * shape.query_bytes(5)
+    assert len(peaks) == 60 and max(peaks) <= bound
+    assert cache.pool.k.nbytes * 3 < 4 * 2 * (90 + 60) * shape.num_kv_heads * shape.head_dim * 4  # L B S K D bytes
+
+
+def test_padding_takes_no_budget_and_positions_are_true(tiny, prompts):
+    cache = SparseCache(Full())
+    generate(tiny().model, prompts(3, 20), cache, max_new_tokens=5)
+    assert cache.entries == [7, 24] and cache.get_seq_length() == 24
+    assert (cache.positions(0).cpu() == torch.arange(7)).all()
+
+
+def test_a_second_generate_goes_on_from_the_first(tiny, reference, prompts):
+    """With a large budget it is what transformers' own cache gives; padding between the turns is left out."""
+    model, own = tiny(dtype=torch.float64).model, reference(dtype=torch.float64)
+    settings = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    outputs = []
+    for each, cache in ((model, SparseCache("rkv", budget=500)), (own, None)):
+        ids, mask = padded(prompts(9, 14), each.device)
+        for turn in range(2):
+            more, more_mask = padded([[], *prompts(4, 11, seed=turn + 1), [0] * 12], each.device)
+            more, more_mask = more[1:3], more_mask[1:3]  # a column of padding alone comes first
+            out = each.generate(ids, attention_mask=mask, past_key_values=cache, **settings)
+            ids = torch.cat([out, more], dim=1)
+            mask = torch.cat([mask, torch.ones_like(out[:, mask.shape[1] :]), more_mask], dim=1)
+        outputs.append(each.generate(ids, attention_mask=mask, past_key_values=cache, **settings).tolist())
+    assert outputs[0] == outputs[1]
+
+
+def test_a_chunk_over_the_trigger_is_cut(tiny, prompts):
+    model, cache = tiny().model, SparseCache("streaming", budget=16, interval=4)
+    ids, mask = padded(prompts(40), model.device)
+    with torch.no_grad():
+        for first in (0, 10, 30):
+            last = {0: 10, 10: 30, 30: 40}[first]
+            model(ids[:, first:last], attention_mask=mask[:, :last], past_key_values=cache)
+    assert cache.entries == [16] and cache.contexts == [40] and cache.num_compressions == [2]
+    assert (cache.positions(0).cpu() == torch.tensor([*range(4), *range(28, 40)])).all()
+
+
+def test_a_copy_goes_its_own_way(tiny, prompts):
+    model, given = tiny(dtype=torch.float64).model, prompts(30)
+    ids, mask = padded(given, model.device)
+    cache = SparseCache("snapkv", budget=16, interval=8)
+    with torch.no_grad():
+        model(ids[:, :-1], attention_mask=mask[:, :-1], past_key_values=cache)
+    twin = copy.deepcopy(cache)
+    first, _ = generate(model, given, cache)
+    second, _ = generate(model, given, twin)
+    assert first.tolist() == second.tolist() and twin.contexts == cache.contexts
+
+
+def test_beams_carry_their_caches_with_them(tiny, reference, prompts):
+    settings = {"num_beams": 3, "max_new_tokens": 12}
+    given = prompts(9, 17)
+    ids, mask = padded(given, tiny().model.device)
+    settings |= {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    model, own = tiny(dtype=torch.float64).model, reference(dtype=torch.float64)
+    ours = model.generate(ids, attention_mask=mask, past_key_values=SparseCache("rkv", budget=200), **settings)
+    assert ours.tolist() == own.generate(ids, attention_mask=mask, **settings).tolist()
+    fired = SparseCache("rkv", budget=10, interval=4)
+    assert model.generate(ids, attention_mask=mask, past_key_values=fired, **settings).shape == ours.shape
+    assert min(fired.num_compressions) >= 2
+
+
+def test_what_cannot_be_done_is_refused(tiny, prompts):
+    class Other(KVPolicy):
+        name = "other"
+
+    model = tiny().model
+    ids, mask = padded(prompts(4, 9), model.device)
+    with pytest.raises(ValueError, match="'other' is not supported by SparseCache yet"):
+        SparseCache(Other())
+    with pytest.raises(ValueError, match="budget beside a policy object"):
+        SparseCache(Full(), budget=4)
+    with pytest.raises(ValueError, match="did you mean 'rkv'"):
+        SparseCache("rvk", budget=4)
+    with pytest.raises(ValueError, match="padded on its left"), torch.no_grad():
+        model(ids, attention_mask=mask.flip(1), past_key_values=SparseCache())
+    with pytest.raises(ValueError, match="no gradients"):
+        model(ids, past_key_values=SparseCache())
+    with pytest.raises(ValueError, match="assisted decoding"):
+        model.generate(ids[1:], past_key_values=SparseCache(), prompt_lookup_num_tokens=3, max_new_tokens=9)
+    cache = SparseCache()
+    with torch.no_grad():
+        model(ids, attention_mask=mask, past_key_values=cache)
+        with pytest.raises(ValueError, match="holds 2 rows and got 1"):
+            model(ids[:1], past_key_values=cache)

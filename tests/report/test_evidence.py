@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The verdicts on made-up results in which each claim is true, false or undecided; and the page."""
+
+from __future__ import annotations
+
+import math
+import random
+from pathlib import Path
+
+import made_up_evidence as made_up
+import pytest
+
+from sparse_rl.cli import main
+from sparse_rl.evaluate.statistics import Estimate
+from sparse_rl.report.evidence import (
+    STATISTICS,
+    Case,
+    Evidence,
+    auc,
+    cases,
+    compare,
+    interval,
+    ratio,
+    read_evidence,
+    survival,
+    threshold,
+)
+from sparse_rl.report.evidence_claims import FAILS, HOLDS, UNTESTED, tail_beats_mean, verdicts
+from sparse_rl.report.evidence_page import page
+
+ROOT = Path(__file__).parents[2]
+DRAWN = ("arms-short", "curves-short", "matrix-short", "budget-short", "length-short", "predictors")
+RESULTS, DOCUMENT = "benchmarks/evidence/results", "docs/evidence.md"
+
+
+def states(records):
+    return {verdict.claim: verdict.state for verdict in verdicts(Evidence(tuple(records)))}
+
+
+def state(records, words):
+    return next(state for claim, state in states(records).items() if words in claim)
+
+
+def test_naive_collapses():
+    assert state(made_up.whole(naive=0.4), "Naive") == HOLDS  # starts at 0.8
+    assert state(made_up.whole(naive=0.85), "Naive") == FAILS
+    # Down by 0.01 with a standard error of 0.0076: neither clear, nor surely less than 0.02.
+    assert state(made_up.whole(naive=0.79), "Naive") == UNTESTED
+
+
+def test_within_three_percent():
+    assert state(made_up.whole(sparse_rl=0.945), "within 3 %") == HOLDS  # 0.9947 ± 0.0086 of dense
+    assert state(made_up.whole(sparse_rl=0.8), "within 3 %") == FAILS
+    assert state(made_up.whole(sparse_rl=0.92), "within 3 %") == UNTESTED  # 0.968 ± 0.0085
+    few = [r for r in made_up.whole() if r["settings"].get("arm") != "sparse_rl" or r["part"] != "a"]
+    for budget in made_up.BUDGETS:
+        few += made_up.seeds("short", "sparse_rl", budget, 0.95, saved=0.2)
+    assert state(few, "within 3 %") == UNTESTED  # nothing saves 35 %
+
+
+def test_rejection_and_reweighting():
+    alone = {"naive": 0.4, "sparse_rl": 0.93}
+    assert state(made_up.whole(**alone, reject_only=0.6, reweight_only=0.7), "both needed") == HOLDS
+    assert state(made_up.whole(**alone, reject_only=0.6, reweight_only=0.94), "both needed") == FAILS
+    assert state(made_up.whole(**alone, reject_only=0.6, reweight_only=0.92), "both needed") == UNTESTED
+    assert state(made_up.whole(naive=0.95), "both needed") == UNTESTED  # nothing to correct
+
+
+def test_sparse_trained_under_sparse_inference():
+    assert state(made_up.whole(trained=0.8), "Sparse-trained") == HOLDS  # dense-trained has 0.7
+    assert state(made_up.whole(trained=0.68), "Sparse-trained") == FAILS
+    assert state(made_up.whole(trained=0.71), "Sparse-trained") == UNTESTED
+
+
+def test_extreme_budgets():
+    assert state(made_up.whole(extreme=0.5), "Extreme") == HOLDS
+    assert state(made_up.whole(extreme=0.95), "Extreme") == FAILS
+    assert state(made_up.whole(extreme=0.92), "Extreme") == UNTESTED
+    mild = [r for r in made_up.whole() if r["settings"].get("budget") != made_up.SWEEP[0]]
+    assert state(mild, "Extreme") == UNTESTED  # 30 of 180 tokens is no extreme
+
+
+@pytest.mark.parametrize(
+    ("predicting", "expected"), [("overlap_p05", HOLDS), ("overlap_mean", FAILS), (None, UNTESTED)]
+)
+def test_tail_against_mean(predicting, expected):
+    """Runs of 24 settings; one statistic tells which fail, the others are random."""
+    draw = random.Random(3)
+    records = [made_up.before("short", "full", 0)]
+    for budget in range(20, 44):
+        failed = draw.random() < 0.5
+        known = {name: draw.random() for name in STATISTICS}
+        if predicting:
+            known[predicting] = 0.2 * draw.random() + (0.1 if failed else 0.6)
+        records.append(made_up.before("short", "rkv", budget, **known))
+        records += made_up.seeds("short", "naive", budget, 0.5 if failed else 0.85)
+    assert tail_beats_mean(Evidence(tuple(records))).state == expected
+
+
+def test_missing_runs_and_a_dense_arm_that_does_not_learn_decide_nothing():
+    records = made_up.whole(naive=0.4)
+    dropped = next(r for r in records if r["settings"].get("arm") == "naive" and r["part"] == "a")
+    assert state([r for r in records if r is not dropped], "Naive") == UNTESTED
+    assert set(states(made_up.whole(naive=0.4, dense=0.85)).values()) == {UNTESTED}  # +0.05
+    assert set(states([]).values()) == {UNTESTED}
+
+
+def test_testbeds_may_differ():
+    both = made_up.whole("short", naive=0.4) + made_up.whole("long", naive=0.85)
+    assert state(both, "Naive") == "holds (short); does not hold here (long)"
+
+
+def test_comparisons_by_hand():
+    assert compare(Estimate(0.9, 0.03, 3), Estimate(0.79, 0.04, 3)) == "more"  # 0.11 > 2 * 0.05
+    assert compare(Estimate(0.9, 0.03, 3), Estimate(0.81, 0.04, 3)) == "unclear"
+    assert compare(Estimate(0.7, 0.03, 3), Estimate(0.81, 0.04, 3), margin=0.0) == "no more"  # -0.11 + 0.10 < 0
+    assert compare(Estimate(0.9, math.nan, 1), Estimate(0.1, 0.01, 3)) == "unclear"
+    found = ratio(Estimate(0.9, 0.03, 3), Estimate(0.6, 0.01, 3))
+    assert found.mean == pytest.approx(1.5)
+    assert found.se == pytest.approx(1.5 * math.hypot(1 / 30, 1 / 60))
+
+
+def test_auc_threshold_and_interval_by_hand():
+    """KL 1, 3 of failed runs, 2, 0 of good ones: of four pairs three are in order."""
+    found = [case(kl, change) for kl, change in ((1.0, -0.5), (3.0, -0.3), (2.0, 0.0), (0.0, 0.1))]
+    assert auc(found, "kl") == 0.75
+    assert auc(found, "overlap_mean") == 0.5  # all the same
+    assert threshold(found, "kl") == (0.5, 0.75)
+    assert threshold([case(kl, change) for kl, change in ((1.0, 0.1), (2.0, -0.1))], "kl") == (1.5, 1.0)
+    low, high = interval(found, lambda drawn: auc(drawn, "kl"))
+    assert 0 <= low < 0.75 <= high <= 1
+    assert interval(found, lambda drawn: auc(drawn, "kl")) == (low, high)
+
+
+def case(kl, change):
+    known = dict.fromkeys(STATISTICS, 0.5) | {"kl": kl}
+    return Case(("short", "rkv", int(100 * kl)), known, change)
+
+
+def test_cases_join_runs_with_what_was_measured():
+    records = [made_up.before("short", "full", 0), made_up.before("short", "snapkv", 30, kl=0.7)]
+    records += [made_up.run("short", "naive", 30, 0, 0.5, policy="snapkv"), made_up.run("short", "naive", 30, 0, 0.9)]
+    (found,) = cases(Evidence(tuple(records)), ["naive"])  # nothing was measured for rkv
+    assert (found.known["kl"], found.failed, found.setting) == (0.7, True, ("short", "snapkv", 30))
+    assert found.change == pytest.approx(-0.3)
+    places, total, length = survival(Evidence(tuple(records)).before("short", "snapkv", 30))
+    assert (places, total, length) == ([10, 100], 10, 180)
+
+
+def test_smollm2_reads_as_a_testbed(tmp_path):
+    matrix = {"full": [0.4, 0.02], "rkv:64": [0.3, 0.02], "rkv:48": [0.2, 0.02]}
+    before = dict.fromkeys(STATISTICS, 0.5) | {"first_veto": [], "rollouts": 4, "length": 90, "kv_saved": 0.4}
+    start = made_up.record("smollm2-start", "smollm2", {"seed": 0}, {"budget": 64, "matrix": matrix, "before": before})
+    curves = made_up.run("x", "naive", 64, 0, 0.5)["results"]["curves"]
+    own = {"budget": 64, "matrix": matrix | {"full": [0.55, 0.02]}, "curves": curves}
+    arms = [
+        made_up.record(f"smollm2-{arm}-s{s}", "smollm2", {"arm": arm, "seed": s}, own)
+        for arm in ("dense", "naive")
+        for s in range(3)
+    ]
+    evidence = read_evidence(made_up.write(tmp_path / "results", [start, *arms]))
+    assert evidence.testbeds == ["smollm2"]
+    assert evidence.start("smollm2").mean == 0.4
+    assert evidence.end("smollm2", "dense", 0) == Estimate(0.55, 0.0, 3)
+    assert evidence.end("smollm2", "naive", 64, "sparse").mean == 0.3
+    assert evidence.under("smollm2", "naive", 64, "rkv:48").count == 3
+    assert cases(evidence, ["naive"]) == []  # its overlap is on another scale
+    assert "## Arms and budgets: smollm2" in page(evidence, "r", "o", "p", [])
+
+
+def test_the_later_line_counts_and_a_broken_one_is_named(tmp_path):
+    old, new = made_up.run("short", "dense", 0, 0, 0.5), made_up.run("short", "dense", 0, 0, 0.9)
+    folder = made_up.write(tmp_path / "results", [old, new])
+    assert read_evidence(folder).end("short", "dense", 0).mean == 0.9
+    (folder / "b.jsonl").write_text("{}\n")
+    with pytest.raises(ValueError, match=r"b\.jsonl, line 1, is not the record of a cell"):
+        read_evidence(folder)
+    with pytest.raises(ValueError, match="is no folder"):
+        read_evidence(tmp_path / "nowhere")
+
+
+def test_the_page_and_its_plots(tmp_path):
+    records = made_up.whole(naive=0.4) + [made_up.before("short", "rkv", budget) for budget in made_up.BUDGETS]
+    results = made_up.write(tmp_path / "results", [r for r in records if r["settings"].get("arm") != "reject_only"])
+    command = ["report", "--evidence", str(results), "--output", str(tmp_path / "evidence.md")]
+    main(command)
+    one = (tmp_path / "evidence.md").read_text()
+    assert "| 40 | reject_only | missing |" in one  # never invented
+    assert "| 40 | naive | 0.400 ± 0.006 |" in one
+    for name in DRAWN:
+        assert f"](evidence/{name}.png)" in one
+        assert (tmp_path / "evidence" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    assert "time.png" not in one
+    again = page(read_evidence(results), str(results), str(tmp_path / "evidence.md"), "evidence", DRAWN)
+    assert again == one
+
+
+@pytest.mark.parametrize("wrong", [["runs/one"], ["--png", "plots"], ["--output", "evidence.html"]])
+def test_evidence_makes_a_page_of_its_own(tmp_path, capsys, wrong):
+    with pytest.raises(SystemExit):
+        main(["report", "--evidence", str(tmp_path), "--output", str(tmp_path / "evidence.md"), *wrong])
+    assert "evidence" in capsys.readouterr().err
+
+
+def test_the_document_is_what_the_committed_results_give():
+    drawn = [path.stem for path in sorted((ROOT / "docs" / "evidence").glob("*.png"))]
+    evidence = read_evidence(ROOT / RESULTS)
+    assert page(evidence, RESULTS, DOCUMENT, "evidence", drawn) == (ROOT / DOCUMENT).read_text()

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The cells of benchmarks/evidence and the pool that runs them: names, what needs what, what begins when."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parents[1] / "benchmarks" / "evidence"
+
+
+@pytest.fixture
+def evidence(monkeypatch):
+    """The scripts' modules, found as they find each other."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    import cells
+    import pool
+
+    yield cells, pool
+    for name in [name for name, module in sys.modules.items() if str(FOLDER) in str(getattr(module, "__file__", ""))]:
+        del sys.modules[name]
+
+
+def all_cells(cells, pool):
+    makers = [cells.warm_cells, *pool._makers()]
+    return [cell for bed in cells.TESTBEDS.values() for make in makers for cell in make(bed)]
+
+
+def test_a_name_means_one_cell(evidence):
+    cells, pool = evidence
+    found = all_cells(cells, pool)
+    by_name = {}
+    for cell in found:
+        assert by_name.setdefault(cell.name, cell) == cell
+        json.dumps(cell.settings)
+    for cell in found:
+        assert all(need in by_name for need in cell.needs), cell
+    arms = [cell for cell in found if cell.part == "a" and cell.settings["testbed"]["name"] == "short"]
+    assert len(arms) == 3 + 7 * 3 * 3
+    kept = {cell.name for cell in found if cell.settings.get("keep")} | {
+        cell.name for cell in found if cell.part == "warm"
+    }
+    assert {need for cell in found if cell.part == "c" for need in cell.needs} <= kept
+
+
+def test_budgets_are_measured_before_training(evidence):
+    """The predictors need a measurement for every policy and budget that something is trained with."""
+    cells, pool = evidence
+    for bed in cells.TESTBEDS.values():
+        made = [cell for make in pool._makers() for cell in make(bed)]
+        measured = {(c.settings["policy"], c.settings["budget"]) for c in made if c.work == "measure"}
+        trained = {(c.settings["policy"], c.settings["budget"]) for c in made if c.work == "train"}
+        assert trained <= measured
+
+
+def test_needs_come_first_unless_their_model_is_there(evidence, tmp_path):
+    cells, pool = evidence
+    known = {cell.name: cell for cell in all_cells(cells, pool)}
+    asked = ["long-under-naive-127-s1", "long-naive-127-s1"]
+    order = pool.with_needs(asked, known, tmp_path)
+    assert order == ["long-warm", "long-naive-127-s1", "long-under-naive-127-s1"]
+    (tmp_path / "long-warm").mkdir()
+    (tmp_path / "long-warm" / "config.json").touch()
+    assert pool.with_needs(asked[1:], known, tmp_path) == ["long-naive-127-s1"]
+
+
+def test_what_begins_when(evidence):
+    cells, pool = evidence
+    first, second = (cells.Cell(name=name, part="a", work="train") for name in ("first", "second"))
+    needy = cells.Cell(name="needy", part="c", work="matrix", needs=("first",))
+    alone = cells.Cell(name="alone", part="e", work="step", alone=True)
+    later = time.monotonic() + 100
+    everything = [needy, alone, first, second]
+    missing = {cell.name for cell in everything}
+    begin = pool._next
+    assert begin(everything, missing, [], [], {}, later) is alone
+    assert begin(everything, missing, [], [second], {}, later) is first
+    assert begin(everything, missing, [], [alone], {}, later) is None
+    assert begin([needy], {"needy"}, [], [second], {}, later) is needy
+    assert begin([needy], {"needy", "first"}, ["first"], [], {}, later) is None
+    assert begin([first], {"first"}, [], [], {pool._kind(first): 101.0}, later) is None  # it would not end by then
+
+
+def test_results_are_lines_and_the_last_counts(evidence, tmp_path):
+    cells, _ = evidence
+    for value in (1, 2):
+        cells.write_result(tmp_path, {"cell": "x", "part": "a", "results": value})
+    cells.write_result(tmp_path, {"cell": "y", "part": "b", "results": 3})
+    found = cells.read_results(tmp_path, ("a", "b", "c"))
+    assert {name: record["results"] for name, record in found.items()} == {"x": 2, "y": 3}
+
+
+@pytest.mark.slow
+def test_a_cell_from_the_command_line(tmp_path):
+    """A run and the matrix on it, in a process of the pool; done cells are not done again."""
+    import subprocess
+
+    flags = ["--testbed", "trial", "--device", "cpu", "--jobs", "1"]
+    flags += ["--results", str(tmp_path / "results"), "--models", str(tmp_path / "models")]
+    command = [sys.executable, str(FOLDER / "part_c.py"), *flags]
+    done = subprocess.run([*command, "--only", "trial-under-dense-s0"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    (run,) = (tmp_path / "results" / "a.jsonl").read_text().splitlines()
+    record = json.loads(run)
+    assert (record["cell"], record["settings"]["arm"], len(record["results"]["curves"]["kl"])) == (
+        "trial-dense-s0",
+        "dense",
+        2,
+    )
+    (matrix,) = (tmp_path / "results" / "c.jsonl").read_text().splitlines()
+    assert set(json.loads(matrix)["results"]["matrix"]) > {"full", "rkv:45", "snapkv:32"}
+    listed = subprocess.run([*command, "--list"], capture_output=True, text=True).stdout
+    assert "done  trial-under-dense-s0" in listed
+    assert "      trial-under-start" in listed

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A schedule as the user gives it: flags, files, the grammar of caches; what plans and records say of it."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import pytest
+import yaml
+from small_run import small_trainer
+from test_train_cli import run
+
+from sparse_rl.bench import BenchConfig
+from sparse_rl.cli.bench import default_label
+from sparse_rl.evaluate.plan import Evaluation, parse_cache
+from sparse_rl.evaluate.record import Record
+from sparse_rl.kv import RKV, Streaming
+from sparse_rl.kv.schedule import Schedule, load, save
+
+NAME = "sparrow/qwen3-1.7b-0.86"
+
+
+@pytest.fixture
+def file(tmp_path):
+    """A schedule's file that may change: what was read of it is forgotten."""
+    path = tmp_path / "schedule.json"
+
+    def write(*budgets: int) -> str:
+        save(Schedule(tuple(range(0, 20 * len(budgets), 20)), budgets), path, target=0.9)
+        load.cache_clear()
+        return str(path)
+
+    return write
+
+
+def test_flags_and_yaml_take_numbers_names_and_files(tmp_path, file):
+    for given, budget in (("64", 64), (NAME, NAME), (file(12, 14), file(12, 14))):
+        code, out, err = run("train", "--kv.policy", "rkv", "--kv.budget", given, "--dry-run")
+        assert (code, err) == (0, "") and yaml.safe_load(out)["kv"]["budget"] == budget
+        (tmp_path / "settings.yaml").write_text(out)
+        assert run("train", "--config", str(tmp_path / "settings.yaml"), "--dry-run") == (0, out, "")
+    code, _, err = run("train", "--kv.policy", "rkv", "--kv.budget", "sparow/qwen3-1.7b-0.86", "--dry-run")
+    assert code != 0 and f"did you mean '{NAME}'?" in err
+
+
+def test_caches_of_an_evaluation(file):
+    path = file(12, 14)
+    assert parse_cache(f"rkv:{NAME}") == RKV(budget=NAME)
+    assert parse_cache(f"streaming:{path},interval=4") == Streaming(budget=path, interval=4)
+    assert parse_cache('rkv:{"budget": 64}') == parse_cache("rkv:64") == RKV(budget=64)
+    with pytest.raises(ValueError, match=r"budget is 64.5; it takes a whole number or a text"):
+        parse_cache('rkv:{"budget": 64.5}')
+    with pytest.raises(ValueError, match=r"^cache 'rkv:sparrow': budget is 'sparrow', which is neither"):
+        parse_cache("rkv:sparrow")
+
+
+def test_the_plan_is_that_of_the_longest_context():
+    def plan(max_tokens: int, budget: str) -> dict:
+        shape = ["--shape", "qwen2.5-1.5b", "--prompt", "500", "--gpu", "h200", "--engine.rows", "8"]
+        kv = ["--kv.policy", "rkv", "--kv.budget", budget, "--kv.interval", "128"]
+        return json.loads(run("plan", *shape, *kv, "--sampling.max_tokens", str(max_tokens), "--json")[1])
+
+    def pool(found: dict) -> int:
+        return found["phases"]["rollout"]["holds"]["KV pool"]
+
+    scheduled = [plan(length, NAME) for length in (1000, 5500, 5501)]
+    # 512 + 128 entries; 1536 + 128; from 6000 tokens on it may hold 2048 + 128, but has not had the time to
+    assert [pool(found) for found in scheduled] == [pool(plan(10_000, str(n))) for n in (512, 1536, 1536)]
+    assert f": {NAME} (1,536 at 5,999 tokens) + 128 entries a row" in plan(5499, NAME)["formulas"]["KV pool"]
+    assert "KV pool" not in scheduled[0]["phases"]["learning"]["holds"], "its size depends on the answers' length"
+    code, out, _ = run("plan", "--shape", "qwen2.5-1.5b", "--kv.policy", "rkv", "--kv.budget", NAME, "--memory", "9GB")
+    assert code == 1 and f"rkv {NAME}+128" in out and "--kv.budget" not in out
+
+
+def test_a_resumed_run_notices_a_file_that_changed(tmp_path, file, caplog):
+    def trained(path: str, steps: int, **more) -> dict:
+        kv = RKV(budget=path, interval=4, window=4)
+        small_trainer(tmp_path / "run", steps=steps, parts={"kv": kv}, **more).train()
+        return json.loads((tmp_path / "run" / "run.json").read_text())["config"]["kv"]
+
+    first = trained(file(12, 14), 1)
+    assert first["schedule"] == {"starts": [0, 20], "budgets": [12, 14]} and first["budget"] == file(12, 14)
+    with caplog.at_level(logging.WARNING):
+        trained(file(12, 16), 2, resume_from_checkpoint=True)
+    assert "kv.schedule.budgets [12, 14] is now [12, 16]" in caplog.text and "kv.schedule.starts" not in caplog.text
+
+
+def test_an_evaluation_is_not_gone_on_with_under_another_schedule(tmp_path, file):
+    def record(*budgets: int, resume: bool) -> Record:
+        kv = ("full", f"rkv:{file(*budgets)}")
+        return Record(tmp_path, Evaluation(models=("tiny",), benchmarks=("lookup",), kv=kv), {}, resume=resume)
+
+    record(12, 14, resume=False)
+    record(12, 14, resume=True)
+    with pytest.raises(ValueError, match=r"other settings: schedules\..*\.budgets \[12, 14\] is now \[12, 16\]"):
+        record(12, 16, resume=True)
+
+
+def test_a_measurement_has_its_name():
+    label = default_label(BenchConfig(device="cpu", dtype="float32", rows=4), RKV(budget=NAME))
+    assert f"rkv, {NAME}+128, 4 rows" in label
