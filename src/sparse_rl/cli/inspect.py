@@ -72,7 +72,12 @@ def _policies(specs: list[str]) -> dict[str, KVPolicy]:
     from sparse_rl.kv.sparse_cache import SparseCache
 
     policies = {spec: parse_cache(spec) for spec in specs}
-    for policy in policies.values():
+    for spec, policy in policies.items():
+        if policy.selection is not None:
+            raise ValueError(
+                f"--kv {spec} chooses what it reads at every step; inspect shows what a cache holds. Leave it out, or "
+                "measure its overlap with `sparse-rl generate --compare`."
+            )
         SparseCache(policy)  # refuses what it cannot do before a model is loaded
     return policies
 

@@ -10,7 +10,9 @@ those with a sliding window.
 from __future__ import annotations
 
 from abc import ABC
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -78,6 +80,11 @@ class SelectPolicy(KVPolicy, ABC):
     def selects(self, layer_idx: int, window: int | None) -> bool:
         """Whether a layer chooses pages; one with a window reads what it holds."""
         return layer_idx >= self.dense_layers and window is None
+
+
+def decode_step(selection: SelectPolicy | None) -> Callable[..., DecodeStep]:
+    """What makes the decode steps of a policy, from the cache and where its rows stand."""
+    return DecodeStep if selection is None else partial(SelectStep, selection)
 
 
 class SelectStep(DecodeStep):

@@ -21,9 +21,10 @@ import numpy as np
 import torch
 from transformers import Cache
 
-from sparse_rl.kv import EvictPolicy, Full, KVPolicy, build_policy
+from sparse_rl.kv import EvictPolicy, Full, KVPolicy, SelectPolicy, build_policy
 from sparse_rl.kv.cache import NO_WINDOW, DecodeStep, PagedCache, PrefillStep, to_device
 from sparse_rl.kv.compress import compress, rows_at_once
+from sparse_rl.kv.select import decode_step
 from sparse_rl.model.attention import HOLDER, NAME, UnsupportedModelError
 from sparse_rl.model.dry_run import AttentionShape
 
@@ -46,8 +47,10 @@ class SparseCache(Cache):
             policy = build_policy(policy, **settings)
         elif settings:
             raise ValueError(f"{', '.join(settings)} beside a policy object; set them on the policy instead.")
-        if not isinstance(policy, Full | EvictPolicy):
+        if not isinstance(policy, Full | EvictPolicy | SelectPolicy):
             raise ValueError(f"policy {policy.name!r} is not supported by SparseCache yet; sample with the engine.")
+        if policy.selection is not None:
+            policy.selection.check_page_size(PAGE_SIZE)
         self.policy = policy
         self.reset()
 
@@ -155,7 +158,7 @@ class SparseCache(Cache):
     @property
     def num_bytes(self) -> int:
         """What is held: keys, values, positions, scores if there are any, and the last queries."""
-        return 0 if self.pool is None else sum(t.nbytes for t in (*self.pool.pools, self.pool.queries))
+        return 0 if self.pool is None else sum(t.nbytes for t in (*self.pool.page_pools, self.pool.queries))
 
     def positions(self, row: int) -> torch.Tensor:
         """Which tokens a row holds, L K S, as positions in its text without padding."""
@@ -282,7 +285,7 @@ class SparseCache(Cache):
             rows_B, lengths_B, positions_B = to_device(
                 np.stack([self._rows, lengths, positions])[:, valid_B], pool.shape.device
             )
-            step = DecodeStep(
+            step = decode_step(self.policy.selection)(
                 pool,
                 pages_BN=pages_BN[rows_B],
                 lengths_B=lengths_B,
@@ -381,4 +384,5 @@ class SparseCache(Cache):
             num_rows=len(self.prompt_lens),
             num_queries=self.policy.num_queries,
             keeps_score=self.policy.keeps_score,
+            num_landmarks=self.policy.num_landmarks,
         )

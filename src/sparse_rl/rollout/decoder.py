@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -20,8 +20,8 @@ from transformers import PreTrainedModel
 
 from sparse_rl.kernels.backend import use_triton
 from sparse_rl.kernels.sampling import sample
-from sparse_rl.kv.cache import DecodeStep, PagedCache
-from sparse_rl.kv.select import SelectPolicy, SelectStep
+from sparse_rl.kv.cache import PagedCache
+from sparse_rl.kv.select import SelectPolicy, decode_step
 from sparse_rl.model.attention import keep_out_of_compiled_code
 from sparse_rl.model.dry_run import waits_for_device
 from sparse_rl.rollout.fusion import Group, find_groups, fused
@@ -54,7 +54,7 @@ class Decoder:
         self.cache = cache
         self.sampling = sampling
         self.max_entries = max_entries
-        self.step_of = DecodeStep if selection is None else partial(SelectStep, selection)
+        self.step_of = decode_step(selection)
         device = cache.shape.device
         self.rows = Rows(num_rows, -(-max_entries // cache.page_size), sampling.top_logprobs, device)
         self.uses_graphs = graphs and use_triton(cache.k)
