@@ -102,8 +102,6 @@ def test_the_command_writes_a_page_and_a_picture(tmp_path, capsys):
 
 
 def test_a_policy_that_chooses_what_it_reads_is_refused(capsys):
-    from sparse_rl.cli import main
-
     with pytest.raises(SystemExit):
         main(["inspect", "--model", "tiny", "--kv", "pages_mean:64"])
     assert "chooses what it reads at every step" in capsys.readouterr().err
