@@ -55,7 +55,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--prompts", type=int, default=64, help="a step, 8 completions each")
     parser.add_argument("--lr", type=float, default=1e-5)
-    parser.add_argument("--epochs", type=float, default=2.0, help="of the warm start")
+    parser.add_argument("--epochs", type=float, default=4.0, help="of the warm start")
     parser.add_argument("--problems", type=int, default=512, help="held out, for evaluation")
     parser.add_argument("--sweep", type=int, default=64, help=f"prompts of the sweep, {SWEEP_N} completions each")
     parser.add_argument("--budget", type=int, help="instead of the sweep's choice")
@@ -135,7 +135,7 @@ def dtype(args: argparse.Namespace) -> str:
 
 
 def sampling(args: argparse.Namespace) -> dict[str, Any]:
-    return {"max_tokens": 24, "temperature": 0.7} if args.task == "lookup" else {"max_tokens": 256, "temperature": 1.0}
+    return {"max_tokens": 24 if args.task == "lookup" else 256, "temperature": 0.7}
 
 
 def task_flags(args: argparse.Namespace) -> list[str]:
