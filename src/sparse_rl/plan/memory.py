@@ -242,19 +242,18 @@ def _longest(size: ModelSize, run: Run) -> Sequence:
 
 
 def _pool(size: ModelSize, run: Run, pages: int, stays: bool) -> Footprint:
-    landmarks = f" and {run.kv.num_landmarks} landmarks" if run.kv.num_landmarks else ""
-    entry_bytes = run.kv.entry_bytes(size.attention)
+    more = f" and {run.kv.num_landmarks} landmarks" if run.kv.num_landmarks else ""
     held = f"to {run.length:,} tokens a row"
     if isinstance(run.kv, EvictPolicy):
         at = f" ({run.kv.schedule.at(run.length):,} at {run.length:,} tokens)" if isinstance(run.kv.budget, str) else ""
-        held = f"{run.kv.budget}{at} + {run.kv.interval} entries a row"
-        held += ", and its prompt" if run.kv.protect_prompt else ""
+        prompt = ", and its prompt" if run.kv.protect_prompt else ""
+        held = f"{run.kv.budget}{at} + {run.kv.interval} entries a row{prompt}"
         held += "" if stays or not run.bounded else "; given back for learning"
     return Footprint(
         name="KV pool",
         bytes=(pages + 1) * run.kv.page_bytes(size.attention, run.page_size),  # and the page that is nobody's
         stages=ALWAYS if stays else ("rollout",),
-        formula=f"{pages + 1:,} pages x {run.page_size} entries x {entry_bytes:,}{landmarks}: {held}",
+        formula=f"{pages + 1:,} pages x {run.page_size} entries x {run.kv.entry_bytes(size.attention):,}{more}: {held}",
     )
 
 
