@@ -25,8 +25,8 @@ TOP, BOTTOM = 0.55, 0.95  # for a cache's name and numbers, for what the shades 
 COLUMNS, LINES = 72, 26  # characters a line of the text, lines at most
 CAPTION = """Map: the share of layers and heads that {verb} a position. Text: for how much of the time since a token was
 written they {past} it. {tint}Thin lines and ticks: the cache is cut. Every cache reads the dense model's own answer."""
-TINT = 0.3  # how much of its colour shows what is held but not read
-NAME = 52  # characters of a cache's name
+TINT = 0.25  # how much of its colour shows what is held but not read
+NAME, LONG = 48, 70  # characters of a cache's name: at full size, at most
 LINE = 0.135  # inches
 STRETCH = 0.602  # width of a monospace character over its height
 
@@ -51,10 +51,10 @@ def left_out(reading: Reading) -> str:
     if not reading.reads:
         return ""
     if not reading.choosing:
-        return "no layer chooses: all read what they hold"
+        return "no layer chooses: all that is held is read"
     layers = reading.reads[0].at_LKN.shape[0]
     dense = [str(i) for i in range(layers) if i not in reading.choosing]
-    return f"without layer{'s' * (len(dense) > 1)} {', '.join(dense)}: read what they hold" if dense else ""
+    return f"without layer {', '.join(dense)}: all that is held is read there" if dense else ""
 
 
 def mixed(read: np.ndarray, held: np.ndarray) -> np.ndarray:
@@ -105,8 +105,8 @@ def _map(axes: Axes, reading: Reading, *, first: bool) -> None:
     axes.tick_params(labelbottom=False)
     overlap = reading.overlap
     facts = f"overlap mean {overlap.mean():.3f}, P05 {np.quantile(overlap, 0.05):.3f}, lowest {overlap.min():.3f}"
-    name = reading.name if len(reading.name) <= NAME else f"{reading.name[: NAME - 1]}…"
-    axes.set_title(name, fontsize=10, fontweight="bold", pad=17, parse_math=False)
+    name = reading.name if len(reading.name) <= LONG else f"{reading.name[: LONG - 1]}…"
+    axes.set_title(name, fontsize=10 * min(1.0, NAME / len(name)), fontweight="bold", pad=17, parse_math=False)
     said = f"KV saved {reading.saved_frac:.0%}, read {reading.read_frac:.0%}, {facts}"
     axes.text(0, 1.02, said, transform=axes.transAxes, fontsize=8, va="bottom")
     axes.text(0.98, 0.97, left_out(reading), transform=axes.transAxes, fontsize=7, va="top", ha="right")
@@ -134,7 +134,7 @@ def _text(axes: Axes, reading: Reading, lines: list[list[tuple[int, str]]]) -> N
     from matplotlib.patches import Rectangle
 
     often = reading.often()
-    colours = mixed(often, reading.stayed())
+    colours = mixed(often, often)
     axes.set(xlim=(0, COLUMNS), ylim=(len(lines), 0))
     axes.axis("off")
     points = WIDTH * 72 / COLUMNS / STRETCH
