@@ -37,6 +37,7 @@ CSS = """<style>
 .caches h3 { margin: .2rem 0; overflow-wrap: anywhere; font-size: 1rem; }
 .map, .overlap { position: relative; border: 1px solid #8884; }
 .map canvas { display: block; width: 100%; height: 17rem; image-rendering: pixelated; cursor: crosshair; }
+.map > span { position: absolute; top: .3rem; right: .5rem; font-size: .75rem; opacity: .75; pointer-events: none; }
 .border { position: absolute; top: 0; bottom: 0; border-left: 1px dashed #d55e00; pointer-events: none; }
 .border span { position: absolute; left: .3rem; bottom: 0; color: #d55e00; font-size: .75rem; }
 .overlap svg { display: block; width: 100%; height: 6rem; } .overlap { border-top: 0; }
@@ -208,8 +209,8 @@ def _cache(reading: Reading, heads: int) -> Html:
     text = reading.text
     border = f'<div class="border" style="left:{100 * text.prompt_len / len(text.ids):.2f}%">'
     return Html(
-        f"<section><h3>{markup(reading.name)}</h3>\n<small>{left_out(reading)}</small>"
-        f'<div class="map"><canvas></canvas>{border}</div></div>\n'
+        f"<section><h3>{markup(reading.name)}</h3>\n"
+        f'<div class="map"><canvas></canvas><span>{left_out(reading)}</span>{border}</div></div>\n'
         f'<div class="overlap">{_overlap(reading)}{border}<span>answer</span></div>'
         f'<span class="axis" style="top:0">1</span><span class="axis" style="bottom:0">0 overlap</span></div>\n'
         f'<div class="at"></div>\n<div class="text">{_text(reading)}</div>\n'
