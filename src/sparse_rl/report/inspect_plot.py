@@ -28,6 +28,7 @@ written they {past} it. {tint}Thin lines and ticks: the cache is cut. Every cach
 TINT = 0.25  # how much of its colour shows what is held but not read
 NAME, LONG = 48, 70  # characters of a cache's name: at full size, at most
 LINE = 0.135  # inches
+MANY = 4  # layers are counted, not named, if there are more
 STRETCH = 0.602  # width of a monospace character over its height
 
 
@@ -54,7 +55,8 @@ def left_out(reading: Reading) -> str:
         return "no layer chooses: all that is held is read"
     layers = reading.reads[0].at_LKN.shape[0]
     dense = [str(i) for i in range(layers) if i not in reading.choosing]
-    return f"without layer {', '.join(dense)}: all that is held is read there" if dense else ""
+    said = f"layer {', '.join(dense)}" if len(dense) <= MANY else f"{len(dense)} of {layers} layers"
+    return f"without {said}: all that is held is read there" if dense else ""
 
 
 def mixed(read: np.ndarray, held: np.ndarray) -> np.ndarray:
