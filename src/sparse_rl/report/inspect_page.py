@@ -242,7 +242,7 @@ def _text(reading: Reading) -> Html:
         shade = 0.0 if np.isnan(often[i]) else often[i]
         said = f"position {i}, " + ("never written" if np.isnan(stayed[i]) else f"stayed {stayed[i]:.0%} of the time")
         if reading.reads and not np.isnan(often[i]):
-            said += f", read {shade:.0%} of it"
+            said += f", read in {shade:.0%} of the steps"
         low = ""
         if i >= text.prompt_len:
             overlap = reading.overlap[i - text.prompt_len]
