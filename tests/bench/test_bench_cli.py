@@ -151,6 +151,7 @@ def test_choosing_pages_against_a_dense_cache(tmp_path, capsys):
     held = 1 + 100 + (results["window"]["first_step"] + 24 - 1) / 2
     assert results["window"]["mean_entries"] == pytest.approx((held + 40.5) / 2, abs=2)
     assert 0.6 < results["kv"]["read_frac"] < 0.75
+    assert results["xi_floor"]["max"] < 1e-4 and results["xi_floor"]["tokens"] >= 16
     assert dense["ratio"] == pytest.approx(dense["step_ms"] / results["step_ms"], rel=1e-3)
     assert record["label"] == "tiny, cpu, float32, pages_mean, 48, 2 rows, 100+60, standard, 24 steps"
 

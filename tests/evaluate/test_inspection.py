@@ -1,22 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What caches hold of a text: by hand, and against the engine's own record of the same text."""
+"""What caches hold and read of a text: by hand, against the engine's record of it, and chosen anew."""
 
 from __future__ import annotations
 
 import base64
 import json
 import re
+import zlib
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
 from sparse_rl.cli import main
-from sparse_rl.evaluate.inspection import Firing, Reading, Text, answer, read
-from sparse_rl.kv import RKV, Full, SnapKV
+from sparse_rl.evaluate.inspection import Marks, Reading, Text, answer, read
+from sparse_rl.kv import RKV, Full, PagesMean, Quest, SnapKV, Streaming
+from sparse_rl.kv.sparse_cache import SparseCache
 from sparse_rl.objective.mismatch import overlap_bounds
 from sparse_rl.report.inspect_page import inspection_page
-from sparse_rl.report.inspect_plot import COLUMNS, LINES, wrapped
+from sparse_rl.report.inspect_plot import COLUMNS, LINES, caption, left_out, mixed, wrapped
 from sparse_rl.rollout import Engine, EngineConfig, Sampling
 from sparse_rl.score import score
 from sparse_rl.types import Prompt
@@ -27,7 +30,7 @@ def by_hand():
     """Three tokens of prompt and three of answer; one layer, two heads; a cut after four tokens."""
     text = Text(ids=(1, 2, 3, 4, 5, 6), pieces=("a", "</script>", "\n", "<b>", "é", "#"), prompt_len=3)
     kept = np.array([[[1, 0, 0, 1, 0, 0], [1, 1, 0, 0, 0, 0]]], dtype=bool)
-    firing = Firing(context=4, kept_LKN=kept)
+    firing = Marks(context=4, at_LKN=kept)
     return Reading(name="rkv:2", text=text, firings=(firing,), entries=(4, 3), overlap=np.array([1.0, 0.9, 0.2]))
 
 
@@ -37,6 +40,102 @@ def test_what_is_held_by_hand(by_hand):
     np.testing.assert_array_equal(by_hand.held(), expected)
     np.testing.assert_allclose(by_hand.stayed(), [1, 2 / 3, 1 / 3, 0.5, 1, n])
     assert by_hand.saved_frac == pytest.approx(1 - 7 / 9)
+
+
+@pytest.fixture
+def chosen_by_hand(by_hand):
+    """The same with a second layer; it chooses, and its heads read two positions in both decode steps."""
+    reads = []
+    for context, places in ((4, ([0, 3], [1, 3])), (5, ([0, 4], [0, 4]))):
+        at_LKN = np.zeros((2, 2, 6), dtype=bool)
+        at_LKN[0, :, :context] = True
+        at_LKN[1, [[0], [1]], places] = True
+        reads.append(Marks(context=context, at_LKN=at_LKN))
+    firing = replace(by_hand.firings[0], at_LKN=by_hand.firings[0].at_LKN.repeat(2, axis=0))
+    return replace(by_hand, firings=(firing,), reads=tuple(reads), choosing=(1,))
+
+
+def test_what_is_read_by_hand(by_hand, chosen_by_hand):
+    n = np.nan
+    expected = [[1, 1, 1, n, n, n], [0.5, 0.5, 0, 1, n, n], [1, 0, 0, 0, 1, n]]
+    np.testing.assert_array_equal(chosen_by_hand.read(), expected)
+    np.testing.assert_array_equal(chosen_by_hand.held(), by_hand.held())
+    np.testing.assert_array_equal(chosen_by_hand.often(), [0.75, 0.25, 0, 0.5, 1, n])
+    assert chosen_by_hand.read_frac == pytest.approx((3 + 3.5) / 9)  # a layer of 4, then 5, and one of 2 and 2
+    np.testing.assert_array_equal(by_hand.read(), by_hand.held())
+    assert by_hand.read_frac == pytest.approx(7 / 9)
+    assert left_out(chosen_by_hand).startswith("without layer 0:") and left_out(by_hand) == ""
+    assert "that hold a position" in caption([by_hand]) and "that read a position" in caption([by_hand, chosen_by_hand])
+    blue, orange, white = mixed(np.array([1.0, 0, n]), np.array([1.0, 1, n]))
+    np.testing.assert_allclose(blue, np.array([0, 0x72, 0xB2]) / 255)
+    assert orange[0] > orange[1] > orange[2] and (white == 1).all()
+
+
+CHOOSERS = (
+    PagesMean(budget=64, dense_layers=1),
+    Quest(budget=80, first=2, last=1, dense_layers=0),
+    RKV(budget=90, interval=13, select="quest", select_budget=64),
+    Streaming(budget=100, interval=9, select="pages_mean", select_budget=80),
+)
+
+
+@pytest.mark.parametrize("policy", CHOOSERS, ids=lambda policy: f"{policy.name}-{policy.selection.name}")
+def test_what_is_read_is_the_choice(policy, tiny, prompts, monkeypatch):
+    loaded, size = tiny(dtype=torch.float64), 150
+    (prompt,) = prompts(110, seed=5)
+    sampling = Sampling(max_tokens=size - 110, temperature=0.0, stop_ids=())
+    (rollout,) = Engine(loaded, policy, EngineConfig(rows=1)).generate([prompt], sampling)
+    ids = (*prompt, *rollout.token_ids.tolist())
+    queries, keys = {}, {}
+
+    def attend(cache, layer_idx, q_BHTD, k_BKTD, v_BKTD, **settings):
+        start = cache.contexts[0] if cache.contexts else 0
+        for t in range(k_BKTD.shape[2]):
+            keys[layer_idx, start + t] = k_BKTD[0, :, t]
+            queries[layer_idx, start + t] = q_BHTD[0, :, t]
+        return own(cache, layer_idx, q_BHTD, k_BKTD, v_BKTD, **settings)
+
+    own = SparseCache.attend
+    monkeypatch.setattr(SparseCache, "attend", attend)
+    (reading,) = read(loaded, Text(ids=ids, pieces=ids, prompt_len=110), {"chosen": policy})
+    assert reading.read_frac == pytest.approx(rollout.kv.read_frac) and reading.entries == rollout.kv.held
+    assert [each.context for each in reading.reads] == list(range(111, size))
+    selection, shape = policy.selection, loaded.shape
+    assert reading.choosing == tuple(range(selection.dense_layers, shape.num_layers))
+    skipped = 0
+    for step in reading.reads:
+        cut = next((each for each in reversed(reading.firings) if each.context < step.context), None)
+        for layer in range(shape.num_layers):
+            for head in range(shape.num_kv_heads):
+                held = list(range(step.context))
+                if cut is not None:
+                    held = [*np.flatnonzero(cut.at_LKN[layer, head]), *range(cut.context, step.context)]
+                pages = [held[i : i + 16] for i in range(0, len(held), 16)]
+                if layer in reading.choosing:
+                    group = queries[layer, step.context - 1].unflatten(0, (shape.num_kv_heads, -1))[head]
+                    pages = choice(selection, group, [[keys[layer, i][head] for i in page] for page in pages], pages)
+                expected = sorted(position for page in pages for position in page)
+                assert np.flatnonzero(step.at_LKN[layer, head]).tolist() == expected
+                skipped += len(held) - len(expected)
+    assert skipped > 0
+
+
+def choice(selection, queries, keys, pages):
+    """The first pages, the last, and the best of the others, one after the other."""
+    taken = {*range(selection.first), *range(len(pages) - selection.last, len(pages))}
+    scores = []
+    for each in keys:
+        k = torch.stack(each)
+        found = [q @ k.mean(0) if selection.name == "pages_mean" else bound(q, k) for q in queries]
+        scores.append(float(sum(found)))
+    for i in sorted(range(len(pages)), key=lambda i: -scores[i]):
+        if len(taken) < min(len(pages), selection.budget // 16):
+            taken.add(i)
+    return [pages[i] for i in taken]
+
+
+def bound(q, k):
+    return torch.maximum(q * k.amin(0), q * k.amax(0)).sum()
 
 
 @pytest.mark.parametrize("policy", [RKV(budget=20, interval=6), SnapKV(budget=16, interval=9)], ids=lambda p: p.name)
@@ -56,7 +155,7 @@ def test_a_cache_reads_as_the_engine_samples(policy, tiny, prompts):
     assert sparse.saved_frac == pytest.approx(rollout.kv.saved_frac) and dense.saved_frac == 0 == len(dense.firings)
     assert len(sparse.firings) == len(rollout.kept_positions) > 3
     for firing, kept in zip(sparse.firings, rollout.kept_positions, strict=True):
-        positions = torch.from_numpy(firing.kept_LKN).nonzero()[:, 2].view(kept.shape)
+        positions = torch.from_numpy(firing.at_LKN).nonzero()[:, 2].view(kept.shape)
         assert torch.equal(positions, kept.long())
 
 
@@ -69,12 +168,16 @@ def test_the_answer_is_the_dense_models(tiny, prompts):
 
 
 def test_the_page_has_every_bit_and_escapes_the_text(by_hand):
-    page = inspection_page([by_hand, by_hand], "tiny")
+    page = inspection_page([by_hand, replace(by_hand, reads=by_hand.firings * 2, choosing=(0,))], "tiny")
     (data,) = re.findall(r'id="data">(.*?)</script>', page)
     data = json.loads(data)
     assert data["pieces"] == list(by_hand.text.pieces) and (data["layers"], data["heads"]) == (1, 2)
-    bits = np.frombuffer(base64.b64decode(data["caches"][1]["cuts"][0]["kept"]), dtype=np.uint8)
-    np.testing.assert_array_equal(np.unpackbits(bits.reshape(1, 2, 1), axis=-1)[..., :6], by_hand.firings[0].kept_LKN)
+    for cache, counts in zip(data["caches"], ((1, 0), (1, 2)), strict=True):
+        for what, count in zip(("cuts", "reads"), counts, strict=True):
+            assert cache[what]["at"] == [4] * count
+            bits = np.frombuffer(zlib.decompress(base64.b64decode(cache[what]["bits"])), dtype=np.uint8)
+            at_MLKN = np.unpackbits(bits.reshape(count, 1, 2, 1), axis=-1)[..., :6]
+            assert all((at_LKN == by_hand.firings[0].at_LKN).all() for at_LKN in at_MLKN)
     assert "&lt;/script&gt;</span>" in page and page.count("<b></b>") == 2
     assert page.count('class="low"') == 2 and 'title="position 5, never written, overlap 0.200"' in page
     assert "http" not in page
@@ -89,8 +192,8 @@ def test_long_texts_are_cut_short_in_the_picture():
 
 
 def test_the_command_writes_a_page_and_a_picture(tmp_path, capsys):
-    caches = ["streaming:budget=16,interval=4", "snapkv:budget=16,interval=4"]
-    command = ["inspect", "--model", "tiny", "--prompt", "Once upon a time there was", "--max-tokens", "12"]
+    caches = ["streaming:budget=16,interval=4", "quest:48", "rkv:budget=60,interval=4,select=quest,select_budget=48"]
+    command = ["inspect", "--model", "tiny", "--prompt", "Once upon a time " * 4, "--max-tokens", "12"]
     main([*command, "--kv", *caches, "--output", str(tmp_path / "out")])
     assert (tmp_path / "out" / "inspect.png").read_bytes().startswith(b"\x89PNG")
     page = (tmp_path / "out" / "inspect.html").read_text()
@@ -99,9 +202,3 @@ def test_the_command_writes_a_page_and_a_picture(tmp_path, capsys):
     with pytest.raises(SystemExit):
         main([*command, "--kv", "rvk:64"])
     assert "did you mean 'rkv'" in capsys.readouterr().err
-
-
-def test_a_policy_that_chooses_what_it_reads_is_refused(capsys):
-    with pytest.raises(SystemExit):
-        main(["inspect", "--model", "tiny", "--kv", "pages_mean:64"])
-    assert "chooses what it reads at every step" in capsys.readouterr().err

@@ -27,7 +27,7 @@ from sparse_rl.bench.work import (
     profile_window,
     steps_to_fill,
 )
-from sparse_rl.kv import EvictPolicy, Full, KVPolicy
+from sparse_rl.kv import EvictPolicy, Full, KVPolicy, SelectPolicy
 from sparse_rl.model.load import LoadedModel
 from sparse_rl.model.shapes import random_model, shape_config
 from sparse_rl.rollout import Engine, EngineConfig, Progress, Sampling
@@ -154,13 +154,28 @@ def warm_up(bench: Bench) -> tuple[float, dict[str, float] | None]:
     synchronize(bench.device)
     seconds = time.perf_counter() - began
     if bench.policy.selection is not None:
-        return seconds, None  # which tokens read all of a cache depends on the schedule; a dense run has the floor
+        return seconds, xi_floor(bench.loaded, _read_whole(bench, short, bench.policy.selection), WARM_TOKENS)
     if isinstance(bench.policy, EvictPolicy) and config.prompt > bench.policy.target(config.prompt, config.prompt):
         # Nothing of these is dense: a few tokens with a dense cache instead.
         dense = Engine(bench.loaded, Full(), replace(bench.engine.config, rows=FLOOR_ROLLOUTS))
         few = [replace(prompt, max_tokens=WARM_TOKENS) for prompt in bench.prompts[:FLOOR_ROLLOUTS]]
         finished, fill = dense.generate(few, replace(bench.sampling, n=1)), 0
     return seconds, xi_floor(bench.loaded, finished, fill or steps)
+
+
+def _read_whole(bench: Bench, warm: list[Prompt], selection: SelectPolicy) -> list[Rollout]:
+    """A few tokens after prompts so short that all their pages are read and nothing is cut.
+
+    The last prompt keeps the pool as it is and is left unfinished, as in the warm-up.
+    """
+    schedules = [each.schedule for each in (bench.policy, selection) if isinstance(each, EvictPolicy | SelectPolicy)]
+    least = min(budget for schedule in schedules for budget in schedule.budgets)
+    length = least // bench.engine.page_size * bench.engine.page_size - WARM_TOKENS
+    if length < 1:
+        return []
+    few = [replace(prompt, ids=prompt.ids[:length], max_tokens=WARM_TOKENS) for prompt in warm]
+    finished = run_until(bench.engine, [*few, warm[0]], bench.sampling, unfinished=bench.config.n)
+    return [rollout for rollout in finished if len(rollout.prompt.ids) <= length][:FLOOR_ROLLOUTS]
 
 
 def xi_floor(loaded: LoadedModel, rollouts: list[Rollout], dense_tokens: int) -> dict[str, float] | None:

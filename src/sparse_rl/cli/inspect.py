@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`sparse-rl inspect`: what caches hold of one text, and what that changes, as a page and a picture."""
+"""`sparse-rl inspect`: what caches hold and read of one text, and what that changes, as a page and a picture."""
 
 from __future__ import annotations
 
@@ -13,24 +13,26 @@ if TYPE_CHECKING:
     from sparse_rl.model.load import LoadedModel
     from sparse_rl.types import Prompt
 
-DESCRIPTION = """See what KV policies keep of one text, side by side: the picture to choose a policy and a budget by.
+DESCRIPTION = """See what KV policies keep and read of one text, side by side: the picture to choose a policy by.
 
 The dense model answers the prompt. Then each cache reads that same answer token by token, so that they can be compared
 at every token. OUTPUT gets inspect.html (needs nothing but itself; any layer and head can be picked) and inspect.png:
 
-  map       which positions are held as the text grows; the darker, the more layers and heads hold it
+  map       which positions are read as the text grows; the darker, the more layers and heads read it; policies that
+            choose pages hold more than they read, which is pale orange
   overlap   sum over the vocabulary of min(p_dense, p_sparse) at every token: 1 is as dense, dips show what was lost
-  text      every token, the darker, the longer it stayed in the cache
+  text      every token, the darker, the more of the time since it was written it was read
 
 A cache is POLICY:BUDGET or POLICY:key=value,... with any setting of the policy; give two or more to compare them. Short
 texts want a short interval (its default is 128 tokens): otherwise the cache is hardly ever cut.
 
   sparse-rl inspect
   sparse-rl inspect --kv rkv:budget=40,interval=8 rkv:budget=56,interval=8 --output inspect/budgets
+  sparse-rl inspect --kv rkv:budget=48,interval=16 quest:64 rkv:budget=96,interval=16,select=pages_mean,select_budget=48
   sparse-rl inspect --model smollm2 --kv rkv:budget=64,interval=16 streaming:budget=64,interval=16
   sparse-rl inspect --model smollm2 --prompt "Why is the sky blue?" --max-tokens 200 --kv snapkv:budget=64,interval=16
 """
-KV = ["rkv:budget=40,interval=8", "snapkv:budget=40,interval=8", "streaming:budget=40,interval=8"]
+KV = ["rkv:budget=40,interval=8", "snapkv:budget=40,interval=8", "streaming:budget=40,interval=8", "pages_mean:64"]
 TELLING = 6  # the embedded task's held-out problem that visits all letters
 
 
@@ -72,12 +74,7 @@ def _policies(specs: list[str]) -> dict[str, KVPolicy]:
     from sparse_rl.kv.sparse_cache import SparseCache
 
     policies = {spec: parse_cache(spec) for spec in specs}
-    for spec, policy in policies.items():
-        if policy.selection is not None:
-            raise ValueError(
-                f"--kv {spec} chooses what it reads at every step; inspect shows what a cache holds. Leave it out, or "
-                "measure its overlap with `sparse-rl generate --compare`."
-            )
+    for policy in policies.values():
         SparseCache(policy)  # refuses what it cannot do before a model is loaded
     return policies
 

@@ -52,6 +52,7 @@ class SparseCache(Cache):
         if policy.selection is not None:
             policy.selection.check_page_size(PAGE_SIZE)
         self.policy = policy
+        self.make_step = decode_step(policy.selection)
         self.reset()
 
     def reset(self) -> None:
@@ -285,7 +286,7 @@ class SparseCache(Cache):
             rows_B, lengths_B, positions_B = to_device(
                 np.stack([self._rows, lengths, positions])[:, valid_B], pool.shape.device
             )
-            step = decode_step(self.policy.selection)(
+            step = self.make_step(
                 pool,
                 pages_BN=pages_BN[rows_B],
                 lengths_B=lengths_B,

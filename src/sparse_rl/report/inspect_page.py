@@ -1,29 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What caches held of one text, as a page that needs nothing but itself: any layer and head can be looked at.
+"""What caches held and read of one text, as a page that needs nothing but itself: any layer and head can be looked at.
 
-What each cut kept travels in the page as bits, one a layer, head and position; a few lines of script draw the maps.
+What each cut kept and each step read travels in the page as bits, one a layer, head and position; a few lines of script
+draw the maps.
 """
 
 from __future__ import annotations
 
 import base64
 import json
+import zlib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from sparse_rl.evaluate.inspection import Reading
-from sparse_rl.report.inspect_plot import draw_inspection
+from sparse_rl.evaluate.inspection import Marks, Reading
+from sparse_rl.report.inspect_plot import TINT, draw_inspection, left_out
 from sparse_rl.report.page import Html, _write, document, markup, table
 
-ABOUT = """What a sparse KV cache holds while it reads a text, and how far the next token it would write is from the
+ABOUT = """What a sparse KV cache holds and reads as a text grows, and how far the next token it would write is from the
 dense model's. All caches read the same text, the dense model's own answer, so they can be compared token by token;
 while sampling, a cache goes on from its own tokens."""
-HEAD = ("cache", "KV saved", "entries at most", "cuts", "overlap, mean", "P05", "lowest", "where")
+HEAD = ("cache", "KV saved", "KV read", "entries at most", "cuts", "overlap, mean", "P05", "lowest", "where")
 HELP = """Map: a position of the text at each x, time runs down; the darker, the more of the chosen layers and heads
-hold it. The dashed line is where the answer begins. Below it, the overlap sum min(p_dense, p_sparse) at every token,
-from 0 to 1; thin lines are cuts. Below that, the text: the darker, the longer a token stayed in the cache, over all
-layers and heads; what is underlined in orange has an overlap below 0.5."""
+read it; a cache that does not choose pages reads what it holds. Pale orange is held, but not read. The dashed line is
+where the answer begins. Below it, the overlap sum min(p_dense, p_sparse) at every token, from 0 to 1; thin lines are
+cuts. Below that, the text: the darker, the more of the time since it was written a token was read, over all layers and
+heads; what is underlined in orange has an overlap below 0.5. Layers that read everything are left out where others
+choose, unless they are picked."""
 LOW = 0.5
 
 CSS = """<style>
@@ -32,6 +37,7 @@ CSS = """<style>
 .caches h3 { margin: .2rem 0; overflow-wrap: anywhere; font-size: 1rem; }
 .map, .overlap { position: relative; border: 1px solid #8884; }
 .map canvas { display: block; width: 100%; height: 17rem; image-rendering: pixelated; cursor: crosshair; }
+.map > span { position: absolute; top: .3rem; right: .5rem; font-size: .75rem; opacity: .75; pointer-events: none; }
 .border { position: absolute; top: 0; bottom: 0; border-left: 1px dashed #d55e00; pointer-events: none; }
 .border span { position: absolute; left: .3rem; bottom: 0; color: #d55e00; font-size: .75rem; }
 .overlap svg { display: block; width: 100%; height: 6rem; } .overlap { border-top: 0; }
@@ -44,41 +50,53 @@ CSS = """<style>
 .heads canvas { width: 100%; min-width: 2.5rem; height: 3rem; border: 1px solid #8884; cursor: pointer; }
 </style>"""
 
-SCRIPT = """<script>
+SCRIPT = """<script type="module">
 const data = JSON.parse(document.getElementById("data").textContent);
 const size = data.pieces.length, first = data.promptLen, steps = size - first;
 const bytes = Math.ceil(size / 8), heads = data.layers * data.heads;
+async function inflated(text) {
+  const packed = new Blob([Uint8Array.from(atob(text), c => c.charCodeAt(0))]).stream();
+  return new Uint8Array(await new Response(packed.pipeThrough(new DecompressionStream("deflate"))).arrayBuffer());
+}
 for (const cache of data.caches)
-  for (const cut of cache.cuts) cut.bits = Uint8Array.from(atob(cut.kept), c => c.charCodeAt(0));
+  for (const marks of [cache.cuts, cache.reads]) marks.bits = await inflated(marks.bits);
 
-function chosen(layer, head) {
+function chosen(cache, layer, head) {
   const all = [];
   for (let l = 0; l < data.layers; l++) for (let h = 0; h < data.heads; h++)
-    if ((layer < 0 || layer === l) && (head < 0 || head === h)) all.push(l * data.heads + h);
+    if ((layer < 0 ? !cache.choosing.length || cache.choosing.includes(l) : layer === l) && (head < 0 || head === h))
+      all.push(l * data.heads + h);
   return all;
 }
-function shares(cut, which) {
-  const share = new Float32Array(size);
-  for (const one of which) for (let x = 0; x < cut.at; x++)
-    share[x] += (cut.bits[one * bytes + (x >> 3)] >> (7 - (x & 7))) & 1;
-  return share.map(count => count / which.length);
+function shares(marks, i, which) {
+  const share = new Float32Array(size).fill(1), until = marks.at[i];
+  for (let x = 0; x < until; x++) {
+    let count = 0;
+    for (const one of which) count += (marks.bits[(i * heads + one) * bytes + (x >> 3)] >> (7 - (x & 7))) & 1;
+    share[x] = count / which.length;
+  }
+  return share;
+}
+function rows(marks, which) {
+  const all = [];
+  for (let y = 0, next = 0, share = new Float32Array(size).fill(1); y < steps; y++) {
+    while (next < marks.at.length && marks.at[next] <= first + y) share = shares(marks, next++, which);
+    all.push(share);
+  }
+  return all;
 }
 function draw(canvas, cache, layer, head) {
   canvas.width = size; canvas.height = steps;
-  const which = chosen(layer, head), context = canvas.getContext("2d"), image = context.createImageData(size, steps);
-  canvas.rows = [];
-  let next = 0, share = null, from = 0;
-  for (let y = 0; y < steps; y++) {
-    while (next < cache.cuts.length && cache.cuts[next].at <= first + y) {
-      from = cache.cuts[next].at; share = shares(cache.cuts[next++], which);
-    }
-    canvas.rows.push([share, from]);
-    for (let x = 0; x < first + y; x++) {
-      const held = share && x < from ? share[x] : 1, at = 4 * (y * size + x);
-      image.data[at] = 0; image.data[at + 1] = 114; image.data[at + 2] = 178; image.data[at + 3] = 255 * held;
-    }
+  const which = chosen(cache, layer, head), held = rows(cache.cuts, which);
+  const read = cache.reads.at.length ? rows(cache.reads, which) : held;
+  const context = canvas.getContext("2d"), image = context.createImageData(size, steps);
+  for (let y = 0; y < steps; y++) for (let x = 0; x < first + y; x++) {
+    const blue = read[y][x], orange = data.tint * Math.max(0, held[y][x] - blue), sum = blue + orange;
+    const mix = (a, b) => (blue * a + orange * b) / sum;
+    if (sum) image.data.set([mix(0, 230), mix(114, 159), mix(178, 0), 255 * sum], 4 * (y * size + x));
   }
   context.putImageData(image, 0, 0);
+  Object.assign(canvas, {held, read});
 }
 const layerPick = document.getElementById("layer"), headPick = document.getElementById("head");
 const maps = [...document.querySelectorAll(".map canvas")];
@@ -88,8 +106,8 @@ maps.forEach((map, i) => map.onmousemove = event => {
   const box = map.getBoundingClientRect();
   const x = Math.min(size - 1, Math.floor((event.clientX - box.left) / box.width * size));
   const y = Math.min(steps - 1, Math.max(0, Math.floor((event.clientY - box.top) / box.height * steps)));
-  const [share, from] = map.rows[y], held = share && x < from ? share[x] : 1;
-  const say = x < first + y ? `held by ${Math.round(100 * held)} %` : "not written yet";
+  const percent = share => `${Math.round(100 * share[y][x])} %`;
+  const say = x < first + y ? `read by ${percent(map.read)}, held by ${percent(map.held)}` : "not written yet";
   map.closest("section").querySelector(".at").textContent =
     `after ${first + y} tokens, position ${x} ${JSON.stringify(data.pieces[x])}: ${say}`;
 });
@@ -128,8 +146,9 @@ def inspection_page(readings: list[Reading], model: str) -> str:
         "promptLen": text.prompt_len,
         "layers": layers,
         "heads": heads,
+        "tint": TINT,
         "caches": [
-            {"cuts": [{"at": firing.context, "kept": packed(firing.kept_LKN)} for firing in reading.firings]}
+            {"cuts": packed(reading.firings), "reads": packed(reading.reads), "choosing": reading.choosing}
             for reading in readings
         ],
     }
@@ -145,27 +164,28 @@ def inspection_page(readings: list[Reading], model: str) -> str:
             SCRIPT,
         )
     )
-    return document(f"What caches hold: {model}", ABOUT, body)
+    return document(f"What caches hold and read: {model}", ABOUT, body)
 
 
 def summary_lines(readings: list[Reading]) -> list[str]:
     """For the terminal: a line a cache."""
     return [
-        f"{reading.name}: KV saved {facts[1]}, {facts[3]} cuts, overlap mean {facts[4]}, P05 {facts[5]}, "
-        f"lowest {facts[6]} at {facts[7]}"
+        f"{reading.name}: KV saved {facts[1]}, read {facts[2]}, {facts[4]} cuts, overlap mean {facts[5]}, "
+        f"P05 {facts[6]}, lowest {facts[7]} at {facts[8]}"
         for reading in readings
         for facts in [_facts(reading)]
     ]
 
 
-def packed(kept_LKN: np.ndarray) -> str:
-    """Bits in the order of layer, head, position, each head from a new byte on, as base64."""
-    return base64.b64encode(np.packbits(kept_LKN, axis=-1).tobytes()).decode()
+def packed(marks: tuple[Marks, ...]) -> dict[str, Any]:
+    """Bits in the order of context, layer, head, position, each head from a new byte on, deflated, as base64."""
+    bits = b"".join(np.packbits(each.at_LKN, axis=-1).tobytes() for each in marks)
+    return {"at": [each.context for each in marks], "bits": base64.b64encode(zlib.compress(bits)).decode()}
 
 
 def _shape(readings: list[Reading]) -> tuple[int, int]:
-    """Layers and heads; of a text that was never cut there is but the whole."""
-    found = next((firing.kept_LKN.shape for reading in readings for firing in reading.firings), (1, 1, 0))
+    """Layers and heads; of a text that was always read whole there is but the whole."""
+    found = next((each.at_LKN.shape for reading in readings for each in reading.firings + reading.reads), (1, 1, 0))
     return found[0], found[1]
 
 
@@ -175,6 +195,7 @@ def _facts(reading: Reading) -> tuple[str, ...]:
     return (
         reading.name,
         f"{reading.saved_frac:.0%}",
+        f"{reading.read_frac:.0%}",
         str(max(reading.entries, default=0)),
         str(len(reading.firings)),
         f"{overlap.mean():.3f}",
@@ -189,7 +210,7 @@ def _cache(reading: Reading, heads: int) -> Html:
     border = f'<div class="border" style="left:{100 * text.prompt_len / len(text.ids):.2f}%">'
     return Html(
         f"<section><h3>{markup(reading.name)}</h3>\n"
-        f'<div class="map"><canvas></canvas>{border}</div></div>\n'
+        f'<div class="map"><canvas></canvas><span>{left_out(reading)}</span>{border}</div></div>\n'
         f'<div class="overlap">{_overlap(reading)}{border}<span>answer</span></div>'
         f'<span class="axis" style="top:0">1</span><span class="axis" style="bottom:0">0 overlap</span></div>\n'
         f'<div class="at"></div>\n<div class="text">{_text(reading)}</div>\n'
@@ -213,13 +234,15 @@ def _overlap(reading: Reading) -> Html:
 
 
 def _text(reading: Reading) -> Html:
-    """Every token, shaded by how long it stayed."""
-    text, stayed, found = reading.text, reading.stayed(), []
+    """Every token, shaded by how often it was read."""
+    text, often, stayed, found = reading.text, reading.often(), reading.stayed(), []
     for i, piece in enumerate(text.pieces):
         if i == text.prompt_len:
             found.append("<b></b>")
-        shade = 0.0 if np.isnan(stayed[i]) else stayed[i]
-        said = f"position {i}, " + ("never written" if np.isnan(stayed[i]) else f"stayed {shade:.0%} of the time")
+        shade = 0.0 if np.isnan(often[i]) else often[i]
+        said = f"position {i}, " + ("never written" if np.isnan(stayed[i]) else f"stayed {stayed[i]:.0%} of the time")
+        if reading.reads and not np.isnan(often[i]):
+            said += f", read in {shade:.0%} of the steps"
         low = ""
         if i >= text.prompt_len:
             overlap = reading.overlap[i - text.prompt_len]
