@@ -331,7 +331,7 @@ def test_out_of_memory_halves_the_rows_and_takes_the_block_again(data, tmp_path,
 
     monkeypatch.setattr(Engine, "generate", generate)
     monkeypatch.setattr(module, "Tally", lambda samples: seen.append(Tally(samples)) or seen[-1])
-    evaluation = small(data, engine=EngineConfig(rows=8), n=8)  # blocks of 4 problems
+    evaluation = small(data, engine=EngineConfig(rows=8), n=8, max_tokens=2)  # blocks of 4 problems
     results = evaluate_benchmarks(evaluation, tmp_path / "out")
     assert tried == [8, 8, 4, 2, 2, 2, 2, 2] and [cell["samples"] for cell in results["cells"]] == [80, 80]
     for cell, tally in zip(results["cells"], seen, strict=True):

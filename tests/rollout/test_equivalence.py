@@ -115,8 +115,8 @@ def test_scores_do_not_depend_on_packing(tiny, prompts):
 def test_preemption_of_window_layers_in_fp64(tiny, prompts):
     """What comes back from host memory has its positions, which window layers mask by."""
     loaded = tiny("mistral", layers=2, dtype=torch.float64)
-    sampling = Sampling(max_tokens=90, n=3, seed=2, stop_ids=())
-    engine = Engine(loaded, Full(), EngineConfig(rows=6, page_size=16, pool_pages=14))
+    sampling = Sampling(max_tokens=60, n=3, seed=2, stop_ids=())
+    engine = Engine(loaded, Full(), EngineConfig(rows=6, page_size=16, pool_pages=10))
     got = engine.generate(prompts(*LENGTHS), sampling)
     assert engine.stats.num_preemptions > 0
     assert tokens(got) == tokens(Engine(loaded, Full(), EngineConfig(rows=6)).generate(prompts(*LENGTHS), sampling))
