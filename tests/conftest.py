@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -21,10 +22,21 @@ from sparse_rl.model.load import LoadedModel
 from sparse_rl.model.tiny import FAMILIES, tiny_model, tiny_tokenizer
 
 torch.set_num_threads(1)  # the models are tiny: threads only wait for each other, and badly so beside other processes
+gc.disable()  # until the tests are imported: there is no garbage before
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", default="cpu", help="torch device the engine's tests run on")
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: nobody looks through half a million objects again, and no forked child copies them."""
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")

@@ -53,7 +53,7 @@ def test_one_prompt_alone_greedy_in_fp64(policy, tiny, prompts):
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda p: p.name)
 def test_rows_do_not_matter_beyond_rounding_in_fp32(policy, tiny, prompts):
     loaded = tiny(layers=2)
-    sampling = Sampling(max_tokens=50, n=2, seed=5, stop_ids=(), top_logprobs=loaded.vocab_size)
+    sampling = Sampling(max_tokens=50, seed=5, stop_ids=(), top_logprobs=loaded.vocab_size)
     one = Engine(loaded, policy, EngineConfig(rows=1, page_size=16)).generate(prompts(*LENGTHS), sampling)
     many = Engine(loaded, policy, EngineConfig(rows=10, page_size=16)).generate(prompts(*LENGTHS), sampling)
     for request, (a, b) in enumerate(zip(one, many, strict=True)):
@@ -72,7 +72,7 @@ def test_rows_do_not_matter_beyond_rounding_in_fp32(policy, tiny, prompts):
 def test_pool_size_does_not_matter_in_fp64(policy, tiny, prompts):
     """Small pools preempt dense rows and admit fewer evicting ones; the tokens are the same."""
     loaded = tiny(layers=2, dtype=torch.float64)
-    sampling = Sampling(max_tokens=60, n=3, seed=2, stop_ids=())
+    sampling = Sampling(max_tokens=60, n=2, seed=2, stop_ids=())
     roomy = Engine(loaded, policy, EngineConfig(rows=6, page_size=16))
     expected = tokens(roomy.generate(prompts(*LENGTHS), sampling))
     assert roomy.stats.num_prefills == len(LENGTHS), "a group's prompt is prefilled once"
