@@ -11,7 +11,7 @@ demo: .venv/ready
 
 ## test: everything but the slow tests
 test: .venv/ready
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 ## test-slow: the slow tests alone
 test-slow: .venv/ready

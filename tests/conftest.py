@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -18,13 +19,24 @@ from transformers import PreTrainedModel
 
 from sparse_rl.model.dry_run import dry_run
 from sparse_rl.model.load import LoadedModel
-from sparse_rl.model.tiny import tiny_model, tiny_tokenizer
+from sparse_rl.model.tiny import FAMILIES, tiny_model, tiny_tokenizer
 
 torch.set_num_threads(1)  # the models are tiny: threads only wait for each other, and badly so beside other processes
+gc.disable()  # until the tests are imported: there is no garbage before
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", default="cpu", help="torch device the engine's tests run on")
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: nobody looks through half a million objects again, and no forked child copies them."""
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")
@@ -41,11 +53,14 @@ def graphs_of_uncompiled_layers(request: pytest.FixtureRequest, device: str, mon
 
 @pytest.fixture(scope="session")
 def tiny(device: str) -> Callable[..., LoadedModel]:
-    """tiny("qwen3", dtype=torch.float64, ...): the same model each time it is asked for."""
+    """tiny("qwen3", dtype=torch.float64, ...): the same model each time it is asked for.
+
+    `layers=2` has a layer of each kind and takes half the time.
+    """
 
     @lru_cache(maxsize=32)
-    def build(family: str = "llama", **settings: object) -> LoadedModel:
-        model = tiny_model(family, device=device, **settings)
+    def build(family: str = "llama", layers: int = 4, **settings: object) -> LoadedModel:
+        model = tiny_model(family, device=device, **depth(family, layers), **settings)
         return LoadedModel(model=model, tokenizer=tiny_tokenizer(), shape=dry_run(model))
 
     return build
@@ -56,10 +71,21 @@ def reference(device: str) -> Callable[..., PreTrainedModel]:
     """A second copy of a tiny model, with transformers' own attention."""
 
     @lru_cache(maxsize=32)
-    def build(family: str = "llama", **settings: object) -> PreTrainedModel:
-        return tiny_model(family, device=device, attn_implementation="sdpa", **settings)
+    def build(family: str = "llama", layers: int = 4, **settings: object) -> PreTrainedModel:
+        return tiny_model(family, device=device, attn_implementation="sdpa", **depth(family, layers), **settings)
 
     return build
+
+
+def depth(family: str, layers: int) -> dict[str, object]:
+    """Settings of a tiny model with the first of the family's layers, or with windows in as large a part of them."""
+    own = FAMILIES[family]
+    settings: dict[str, object] = {"num_hidden_layers": layers}
+    if "layer_types" in own:
+        settings["layer_types"] = own["layer_types"][:layers]
+    if "max_window_layers" in own:
+        settings["max_window_layers"] = own["max_window_layers"] * layers // 4
+    return settings
 
 
 @pytest.fixture

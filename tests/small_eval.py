@@ -1,18 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An evaluation of a second on tiny models and problems of its own; as a program, one that is killed on the way.
-
-python small_eval.py FOLDER SEED      kill it at every POINT, resume, and compare with one that was left alone
-"""
+"""An evaluation of a second on tiny models and problems of its own, and one that is killed on the way."""
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import random
 import shutil
 import signal
-import sys
+import warnings
 import zlib
 from pathlib import Path
 
@@ -109,7 +105,9 @@ def arm(point: str, count: int, draw: random.Random) -> None:
 
 def in_child(work) -> int:
     """Run it in a process of its own; the exit code, negative for a signal."""
-    child = os.fork()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forking beside threads
+        child = os.fork()
     if child == 0:
         try:
             work()
@@ -120,11 +118,9 @@ def in_child(work) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def main() -> None:
-    folder, draw = Path(sys.argv[1]), random.Random(int(sys.argv[2]))
-    gc.freeze()  # children need not look at, and so copy, what was there before
-    toy(folder / "data", seed=draw.randrange(1000))
-    evaluation = small(folder / "data")  # two cells of two blocks, two writes each
+def kill_and_resume(data: Path, folder: Path, draw: random.Random) -> None:
+    """Kill it at every point, resume, and compare with one that was left alone."""
+    evaluation = small(data)  # two cells of two blocks, two writes each
     assert in_child(lambda: evaluate_benchmarks(evaluation, folder / "whole")) == 0
     expected = results_of(folder / "whole"), samples_of(folder / "whole")
     points = [("decode", draw.randrange(1, 50)), ("grade", draw.randrange(1, 5)), ("results.json", 1)]
@@ -141,7 +137,3 @@ def main() -> None:
         assert (results_of(output), samples_of(output)) == expected, f"{point} {count}: another table"
         shutil.rmtree(output)
         print(f"{point} {count}", flush=True)
-
-
-if __name__ == "__main__":
-    main()

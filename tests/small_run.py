@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A training run of seconds on the embedded model; as a program, one that is killed on the way.
-
-python small_run.py FOLDER POINT COUNT      SIGKILL at the COUNT-th time the run passes POINT
-"""
+"""A training run of seconds on the embedded model, and the points of it at which it can be killed."""
 
 from __future__ import annotations
 
@@ -64,7 +61,7 @@ def small_trainer(folder, *, task=TASK, loaded=None, parts=None, observers=(), p
     settings = {"steps": 4, "prompts_per_step": 2, "save_every": 1, "log_completions": 1, "output_dir": str(folder)}
     defaults = {
         "kv": RKV(budget=12, interval=4, window=4),
-        "sampling": Sampling(n=4, max_tokens=24, temperature=TEMPERATURE),
+        "sampling": Sampling(n=4, max_tokens=16, temperature=TEMPERATURE),
         "engine": EngineConfig(rows=8, page_size=16),
         "correction": Correction(veto=0.1),
         "update": UpdateConfig(updates_per_rollout=2, max_tokens=100),
@@ -131,9 +128,3 @@ def assert_same_run(got: Path, expected: Path, *, same_checkpoints: bool = True)
 def kill(count: int, at: int) -> None:
     if count == at:
         os.kill(os.getpid(), signal.SIGKILL)
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    watch(sys.argv[2], on_call=lambda count: kill(count, int(sys.argv[3])))
-    small_trainer(sys.argv[1]).train()

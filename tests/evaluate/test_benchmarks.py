@@ -9,12 +9,9 @@ import random
 import shutil
 import signal
 import statistics
-import subprocess
-import sys
 import threading
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import small_eval
@@ -123,12 +120,8 @@ def test_every_sample_of_every_block_has_random_numbers_of_its_own(data, tmp_pat
     assert len({line["completion"] for line in samples(tmp_path / "out")}) == 20
 
 
-def test_killed_anywhere_it_resumes_to_the_same_table(tmp_path):
-    folder = Path(small_eval.__file__).parent
-    environment = {**os.environ, "PYTHONPATH": f"{folder.parent / 'src'}:{folder}", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(folder / "small_eval.py"), str(tmp_path), str(SEED)]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert run.returncode == 0, f"seed {SEED}: {run.stdout} {run.stderr[-2000:]}"
+def test_killed_anywhere_it_resumes_to_the_same_table(data, tmp_path):
+    small_eval.kill_and_resume(data, tmp_path, random.Random(SEED))
 
 
 def test_a_last_block_that_is_cut_is_made_again(data, tmp_path):
@@ -339,7 +332,7 @@ def test_out_of_memory_halves_the_rows_and_takes_the_block_again(data, tmp_path,
 
     monkeypatch.setattr(Engine, "generate", generate)
     monkeypatch.setattr(module, "Tally", lambda samples: seen.append(Tally(samples)) or seen[-1])
-    evaluation = small(data, engine=EngineConfig(rows=8), n=8)  # blocks of 4 problems
+    evaluation = small(data, engine=EngineConfig(rows=8), n=8, max_tokens=2)  # blocks of 4 problems
     results = evaluate_benchmarks(evaluation, tmp_path / "out")
     assert tried == [8, 8, 4, 2, 2, 2, 2, 2] and [cell["samples"] for cell in results["cells"]] == [80, 80]
     for cell, tally in zip(results["cells"], seen, strict=True):

@@ -117,7 +117,8 @@ def test_triton_redundancy_equals_the_reference(shape, threshold, device):
     assert got.dtype == torch.float32
     torch.testing.assert_close(got.double(), exact, atol=1e-8, rtol=1e-5)
     assert not got[~live].any()
-    assert torch.equal(got, redundancy_triton(k, pages.int(), live, threshold=threshold))  # deterministic
+    if device != "cpu":  # where the interpreter has but one order
+        assert torch.equal(got, redundancy_triton(k, pages.int(), live, threshold=threshold))  # deterministic
 
 
 def test_triton_redundancy_of_few_and_of_equal_entries(device):

@@ -49,8 +49,8 @@ def test_stop_ids_end_a_sample_and_are_part_of_it(tiny, prompts):
 
 
 def test_the_models_own_end_tokens_stop_by_default(tiny, prompts):
-    loaded = tiny()
-    rollouts = engine(loaded).generate(prompts(5), Sampling(max_tokens=2000, n=4))
+    loaded = tiny(layers=2)
+    rollouts = engine(loaded).generate(prompts(5), Sampling(max_tokens=2000, n=2))
     assert all(r.finish_reason == "stop" and r.token_ids[-1] == loaded.tokenizer.eos_token_id for r in rollouts)
 
 
@@ -129,7 +129,7 @@ def test_saved_fractions_of_window_layers(tiny, prompts):
 
 def test_evicting_really_frees_memory(tiny, prompts):
     """The pool a sparse call needs stays the same however long the responses are; the dense one grows."""
-    loaded = tiny()
+    loaded = tiny(layers=2)
     peaks = {}
     for name, policy in (("full", Full()), ("rkv", RKV(budget=32, interval=16))):
         for max_tokens in (60, 240):
@@ -154,7 +154,7 @@ def test_long_prompts_are_compressed_at_the_end_of_their_prefill(tiny, prompts):
 
 
 def test_a_call_that_raises_leaves_the_pool_whole(tiny, prompts):
-    loaded = tiny()
+    loaded = tiny(layers=2)
     for policy in (Full(), SnapKV(budget=16, interval=8)):
         sampler = engine(loaded, policy)
         sampling = Sampling(max_tokens=40, n=3, seed=4, stop_ids=())

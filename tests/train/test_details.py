@@ -82,7 +82,7 @@ def test_the_update_is_told_the_samplers_temperature_and_length(tmp_path, monkey
 
     monkeypatch.setattr("sparse_rl.train.trainer.update", record)
     small_trainer(tmp_path / "run", steps=1).train()
-    assert (given["temperature"], given["max_length"]) == (TEMPERATURE, 24)
+    assert (given["temperature"], given["max_length"]) == (TEMPERATURE, 16)
 
 
 def test_remax_compares_with_one_greedy_completion_of_each_prompt(tmp_path, monkeypatch):

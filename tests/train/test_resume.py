@@ -7,13 +7,12 @@ import json
 import random
 import shutil
 import signal
-import subprocess
-import sys
 
 import pytest
 import small_run
 import torch
 from safetensors import SafetensorError
+from small_eval import in_child
 from small_run import assert_same_run, kept, small_trainer, without_times
 
 from sparse_rl.evaluate import EvalConfig
@@ -49,10 +48,13 @@ def whole(tmp_path_factory, calls):
 def test_a_run_killed_anywhere_resumes_bit_for_bit(whole, calls, tmp_path, point):
     """At a point drawn anew each time; the message of a failure names it."""
     count = random.SystemRandom().randint(1, calls[point])
-    command = [sys.executable, small_run.__file__, str(tmp_path / "run"), point, str(count)]
-    killed = subprocess.run(command, capture_output=True, text=True)
-    assert killed.returncode == -signal.SIGKILL, f"{point} {count}: {killed.stderr[-500:]}"
+
+    def killed():
+        small_run.watch(point, on_call=lambda passed: small_run.kill(passed, count))
+        small_trainer(tmp_path / "run").train()
+
     print(f"killed at {point} {count} of {calls[point]}")
+    assert in_child(killed) == -signal.SIGKILL
     small_trainer(tmp_path / "run", resume_from_checkpoint=True).train()
     assert_same_run(tmp_path / "run", whole)
 

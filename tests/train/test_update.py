@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -23,12 +24,13 @@ from sparse_rl.train.master import MasterWeights
 from sparse_rl.train.update import UpdateConfig, _sampling_se, update
 
 MAX_LENGTH, NUM_GROUPS, GROUP = 24, 4, 4
+shallow = partial(tiny_model, num_hidden_layers=2)
 
 
 @pytest.fixture(scope="module")
 def rollouts():
     """Sparse rollouts whose xi differ, some far from 1."""
-    model = tiny_model(dtype=torch.float64)
+    model = shallow(dtype=torch.float64)
     loaded = LoadedModel(model=model, tokenizer=tiny_tokenizer(), shape=dry_run(model))
     generator = torch.Generator().manual_seed(0)
     prompts = [torch.randint(0, 256, (n,), generator=generator).tolist() for n in (9, 4, 17, 12)]
@@ -45,7 +47,7 @@ def groups_of(rollouts):
 
 def gradient(rollouts, correction, loss=None, *, advantages=ADVANTAGES, seed=1, **settings):
     """What plain gradient steps of size 1 move, and the metrics."""
-    model = tiny_model(dtype=torch.float64)
+    model = shallow(dtype=torch.float64)
     masters = MasterWeights(model)
     before = [p.detach().clone() for p in masters.masters]
     learner = Learner(Head(model), torch.optim.SGD(masters.masters, lr=1.0), masters)
@@ -72,7 +74,7 @@ def close(first, second, tolerance=1e-8):
 @pytest.mark.parametrize("preset", ["none", "sparse_rl", "sparse_rl_release", "tis", "icepop"])
 def test_gradient_equals_the_formula_one_rollout_at_a_time(rollouts, preset):
     """No packing, no flat tensors: sequence means of weight * A * rho, as in the objective's definition."""
-    model = tiny_model(dtype=torch.float64)
+    model = shallow(dtype=torch.float64)
     losses, weights = [], []
     for rollout in rollouts:
         ids = torch.tensor([[*rollout.prompt.ids, *rollout.token_ids.tolist()]])
@@ -121,7 +123,7 @@ def test_single_pass_equals_scoring_first(rollouts, preset):
 
 
 def test_xi_of_the_training_forward_is_that_of_a_separate_scoring_pass(rollouts):
-    model = tiny_model(dtype=torch.float64)
+    model = shallow(dtype=torch.float64)
     masters = MasterWeights(model)
     learner = Learner(Head(model), torch.optim.SGD(masters.masters, lr=0.0), masters)
     result = update(
@@ -155,7 +157,7 @@ def test_a_sample_of_idle_rows_estimates_the_rejection_rate_within_its_stated_er
     many = list(rollouts) * 8
     advantages = torch.zeros(len(many), dtype=torch.float64)
     advantages[:16] = ADVANTAGES
-    scores = score(tiny_model(dtype=torch.float64), rollouts)
+    scores = score(shallow(dtype=torch.float64), rollouts)
     lowest = [float((s.dense_logprobs - r.sampler_logprobs).min()) for s, r in zip(scores, rollouts, strict=True)]
     half = Correction(veto=math.exp(sorted(lowest)[8] - 1e-6))  # rejects eight of the sixteen
     _, everything = gradient(many, half, advantages=advantages, skip_zero_rows=False)
@@ -185,7 +187,7 @@ def test_gradients_are_clipped_to_the_norm(rollouts):
 @pytest.mark.parametrize("correction", [PRESETS["sparse_rl"], Correction(veto=0.3, denominator="surviving")])
 def test_the_kl_is_a_mean_over_the_tokens_it_is_computed_on(rollouts, correction):
     """Against the formula, one rollout at a time."""
-    model, other = tiny_model(dtype=torch.float64), tiny_model(dtype=torch.float64, seed=1)
+    model, other = shallow(dtype=torch.float64), shallow(dtype=torch.float64, seed=1)
     values = []
     for rollout, dense, ref in zip(rollouts, score(model, rollouts), score(other, rollouts), strict=True):
         log_xi = dense.dense_logprobs - rollout.sampler_logprobs
@@ -202,7 +204,7 @@ def test_the_kl_is_a_mean_over_the_tokens_it_is_computed_on(rollouts, correction
 
 
 def test_a_second_learner_on_the_same_module_takes_over(rollouts):
-    model = tiny_model(dtype=torch.bfloat16)
+    model = shallow(dtype=torch.bfloat16)
     old = MasterWeights(model)
     new = MasterWeights(model)
     model(torch.tensor([[1, 2, 3]])).logits.float().sum().backward()
@@ -211,7 +213,7 @@ def test_a_second_learner_on_the_same_module_takes_over(rollouts):
 
 
 def test_frozen_parameters_stay_frozen(rollouts):
-    model = tiny_model()
+    model = shallow()
     model.get_input_embeddings().weight.requires_grad_(False)
     assert not any("embed" in name for name in MasterWeights(model).names)
     model.requires_grad_(False)
@@ -236,7 +238,7 @@ def test_a_batchs_gradient_is_the_mean_of_its_groups(rollouts):
 def test_later_updates_keep_the_old_log_probs_of_the_rollout(rollouts, updates, iterations):
     """Every update's pi_old is the dense model at the weights the rollout was sampled with."""
     settings = {"updates_per_rollout": updates, "num_iterations": iterations, "skip_zero_rows": False}
-    model = tiny_model(dtype=torch.float64)
+    model = shallow(dtype=torch.float64)
     masters = MasterWeights(model)
     learner = Learner(Head(model), torch.optim.SGD(masters.masters, lr=1e-3), masters)
     result = update(
@@ -244,14 +246,14 @@ def test_later_updates_keep_the_old_log_probs_of_the_rollout(rollouts, updates, 
         UpdateConfig(**settings), temperature=1.0, max_length=MAX_LENGTH, generator=torch.Generator(),
     )  # fmt: skip
     assert learner.num_updates == updates * iterations
-    fresh = score(tiny_model(dtype=torch.float64), rollouts)
+    fresh = score(shallow(dtype=torch.float64), rollouts)
     for got, expected in zip(result.dense_logprobs, fresh, strict=True):
         torch.testing.assert_close(got, expected.dense_logprobs, atol=1e-5, rtol=0)
 
 
 def test_two_iterations_move_along_the_second_ones_own_ratio(rollouts):
     """By hand: step 1 at rho = 1, step 2 with rho from the moved weights and pi_old from the first."""
-    model = tiny_model(dtype=torch.float64)
+    model = shallow(dtype=torch.float64)
     parameters = [p for p in model.parameters() if p.requires_grad]
     before = [p.detach().clone() for p in parameters]
     old = None
@@ -285,8 +287,8 @@ def test_more_updates_than_groups_are_refused(rollouts):
 
 
 def test_nothing_is_skipped_with_a_kl_term(rollouts):
-    model = tiny_model(dtype=torch.float64, seed=1)
-    masters = MasterWeights(learner_model := tiny_model(dtype=torch.float64))
+    model = shallow(dtype=torch.float64, seed=1)
+    masters = MasterWeights(learner_model := shallow(dtype=torch.float64))
     metrics = update(
         Learner(Head(learner_model), torch.optim.SGD(masters.masters, lr=0.0), masters, ref_head=Head(model)),
         rollouts,
@@ -347,7 +349,7 @@ def test_a_gradient_that_is_not_finite_moves_nothing(rollouts):
 
 @pytest.mark.parametrize("with_master", [True, False])
 def test_bf16_weights_move_at_a_tiny_learning_rate_only_with_a_master(rollouts, with_master):
-    model = tiny_model(dtype=torch.bfloat16)
+    model = shallow(dtype=torch.bfloat16)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     masters = MasterWeights(model)
     if not with_master:
