@@ -178,12 +178,16 @@ BAD = {
     "wrong model path": (["generate", "a", "--model", "./no/such/model"], "neither a folder nor a hub name"),
     "budget below protected": (
         ["generate", "a", "--kv.policy", "rkv", "--kv.budget", "4"],
-        "kv.budget is 4, but the protected entries alone are 8 (sinks 0 + newest 8); raise kv.budget to 8",
+        "kv.budget is 4, but the protected entries alone are 8 (sinks 0 + newest 8); raise it to 8",
     ),
     "unknown policy": (["generate", "a", "--kv.policy", "rvk"], "did you mean 'rkv'"),
     "policy without that key": (["generate", "a", "--kv.policy", "streaming", "--kv.window", "4"], "not a setting"),
     "unknown key": (["generate", "a", "--kv.bugdet", "4"], "did you mean --kv.budget"),
-    "a word for a number": (["generate", "a", "--kv.budget", "many"], "kv.budget is 'many', which is not of type int"),
+    "a word for a number": (["generate", "a", "--kv.sinks", "many"], "kv.sinks is 'many', which is not of type int"),
+    "a word for a budget": (
+        ["generate", "a", "--kv.policy", "rkv", "--kv.budget", "many"],
+        "kv.budget is 'many', which is neither a whole number nor a file nor a published schedule",
+    ),
     "a word for a choice": (["generate", "a", "--kv.policy", "rkv", "--kv.order", "up"], "kv.order is 'up'; choose"),
     "a word for a flag": (["generate", "a", "--kv.protect_prompt", "maybe"], "kv.protect_prompt is 'maybe'"),
     "long prompt": (["generate", "a" * 9000], "the model's context is 8192"),

@@ -137,7 +137,7 @@ def test_settings_from_a_file(data, tmp_path, capsys):
         ("--models tiny --output out", "--benchmarks has nothing in it"),
         ("--models tiny --benchmarks lookup", "--output is missing"),
         ("--models tiny --benchmarks lookup --output out --kv rvk:64", "did you mean 'rkv'"),
-        ("--models tiny --benchmarks lookup --output out --kv rkv:x", "it takes a whole number"),
+        ("--models tiny --benchmarks lookup --output out --kv rkv:x", "neither a whole number nor a file"),
         ("--models tiny --benchmarks lokup --output out", "did you mean lookup"),
         ("--models tiny --benchmarks lookup:pairs=1 --output out", "pairs is 1"),
         ("--models tiny tiny --benchmarks lookup --output out", "--models has 'tiny' twice"),
