@@ -109,6 +109,7 @@ class SlowSequence:
         return self.attended(layer, head, live)
 
     def heavy_hitters(self, layer: int, head: int) -> Scores:
+        """The last `window` queries since the last firing count, each once."""
         policy, scores = self.policy, self.scores[layer, head]
         assert isinstance(policy, H2O)
         for p in self.held[layer, head]:

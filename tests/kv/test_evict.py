@@ -34,7 +34,7 @@ PER_HEAD = [
     KeyDiff(budget=18, interval=6, recent=3, protect_prompt=True),
     TOVA(budget=14, interval=9),
     TOVA(budget=12, interval=11, recent=2, sinks=3, protect_prompt=True),
-    H2O(budget=14, interval=8),  # every query once
+    H2O(budget=14, interval=8),  # every query between two firings once
     H2O(budget=12, interval=9, window=4, decay=0.7, sinks=1),  # some never
     H2O(budget=10, interval=5, window=40, recent=0),  # more than a cache ever holds
     H2O(budget=14, interval=8, window=11, decay=0.0, protect_prompt=True),
@@ -254,6 +254,23 @@ def test_order_of_rows_is_irrelevant_and_protected_entries_stay(policy, rows, se
             results.append((firing, kept))
     half = len(results) // 2
     assert results[:half] == results[half:]
+
+
+@pytest.mark.parametrize(("window", "counted"), [(None, (8, 8, 8)), (22, (22, 8, 8)), (3, (3, 3, 3))])
+def test_h2o_counts_the_last_queries_since_the_last_firing(window, counted, monkeypatch):
+    """A query gives 1 in all. The first firing comes budget + interval tokens after the beginning, others `interval`."""
+    bench = Bench(H2O(budget=14, interval=8, window=window), prompt_lens=[2], windows=(None, None))
+    given = []
+    accumulate = H2O.accumulate
+    new = lambda self, e: given.append(accumulate(self, e) - e.scores_BKS) or accumulate(self, e)  # noqa: E731
+    monkeypatch.setattr(H2O, "accumulate", new)
+    for count in (22, 8, 8):
+        bench.grow(0, count)
+        bench.slow[0].keep(bench.fire([0])[0])
+    torch.testing.assert_close(
+        torch.stack([mass.sum(-1) for mass in given]),
+        torch.tensor(counted, dtype=torch.float64)[:, None, None].expand(-1, 2, 2),
+    )
 
 
 def test_random_is_a_uniform_choice_of_all_that_came():

@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""H2O (arXiv 2306.14048): the heavy hitters, by all the attention an entry ever received, and the newest entries.
+"""H2O (arXiv 2306.14048): the heavy hitters, by the attention an entry received, and the newest entries.
 
-    F_j = decay * F_j + sum_i mean_g softmax_j(scale * q_gi . k_j)        i over the queries since the last firing
+    F_j = decay * F_j + sum_i mean_g softmax_j(scale * q_gi . k_j)        i over the last queries since the last firing
 
-The queries are those the cache remembers, the last `window`, and each counts once: with `window` at least `interval`
-the sum is the attention that was paid in every decode step, exactly; with a smaller one, the first queries after each
-firing are missed; a larger one counts no query twice. Of the prompt's queries the last `window` count, where the paper
-has them all. An entry that was dropped loses its sum.
+A firing counts the queries that the cache remembers, the last `window`, each with the weight it had in its step, and
+none twice. With `window` at least `interval`, as it is if not given, a firing that comes `interval` tokens after
+another misses none. Queries are missed where more than `window` tokens pass: before the first firing, which the prompt
+is part of, and where a schedule's budget steps up. An entry that was dropped loses its sum.
 
-Departures: fired at the interval, the paper drops one entry a step; one set per KV head (mean over its query heads).
+Departures: the paper counts every query, the whole prompt's included, as does a `window` of budget + interval where
+the prompt is no longer than the budget; fired at the interval, the paper drops one entry a step; one set per KV head
+(mean over its query heads).
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ class H2O(EvictPolicy):
     """Accumulated attention, and the newest entries.
 
     recent: newest entries that are never dropped; half of the budget, of a schedule's first, if not given
-    window: last queries that the cache remembers; as many as `interval` if not given, so that every query counts
+    window: last queries that the cache remembers and a firing counts; `interval` if not given. Earlier ones are missed
     decay: what an entry's score is multiplied by at each firing; 1 forgets nothing, 0 everything
     """
 
