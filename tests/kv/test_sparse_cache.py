@@ -165,6 +165,20 @@ def test_a_chunk_over_the_trigger_is_cut(tiny, prompts):
     assert (cache.positions(0).cpu() == torch.tensor([*range(4), *range(28, 40)])).all()
 
 
+def test_a_protected_prompt_that_comes_in_chunks_stays(tiny, prompts):
+    """And with it the policies that ask for its length do what they do in the engine."""
+    loaded, given = tiny(dtype=torch.float64), prompts(37)
+    for policy in (SnapKV(budget=16, interval=7, protect_prompt=True), build_policy("random", budget=48, interval=4)):
+        cache = SparseCache(policy)
+        tokens, _ = generate(loaded.model, given, cache, prefill_chunk_size=8)
+        assert cache.prompt_lens == [37] and min(cache.num_compressions) >= 2
+        assert tokens.tolist() == [r.token_ids.tolist() for r in rollouts(loaded, given, policy)]
+    more = torch.tensor([given[0][:5]], device=loaded.model.device)
+    with torch.no_grad():
+        loaded.model(more, past_key_values=cache)  # a second turn is none of the prompt
+    assert cache.prompt_lens == [37]
+
+
 def test_a_copy_goes_its_own_way(tiny, prompts):
     model, given = tiny(dtype=torch.float64).model, prompts(30)
     ids, mask = padded(given, model.device)
@@ -204,6 +218,8 @@ def test_what_cannot_be_done_is_refused(tiny, prompts):
         SparseCache("rvk", budget=4)
     with pytest.raises(ValueError, match="padded on its left"), torch.no_grad():
         model(ids, attention_mask=mask.flip(1), past_key_values=SparseCache())
+    with pytest.raises(ValueError, match="no prefill_chunk_size with prompts of unlike lengths"):
+        model.generate(ids, attention_mask=mask, past_key_values=SparseCache(), prefill_chunk_size=4, max_new_tokens=2)
     with pytest.raises(ValueError, match="no gradients"):
         model(ids, past_key_values=SparseCache())
     with pytest.raises(ValueError, match="assisted decoding"):

@@ -36,7 +36,8 @@ class SparseCache(Cache):
     """`past_key_values` under a policy: a name with its settings, or a policy object.
 
     Works with batches padded on the left, sampling, beam search, and a further `generate` on the same cache. Each row
-    is cut when the engine would cut it. A prompt that comes in chunks is cut after each of them.
+    is cut when the engine would cut it. A prompt that comes in chunks is cut after each of them; it ends where a pass
+    has one token.
     """
 
     def __init__(self, policy: str | KVPolicy = "rkv", budget: int | str | None = None, **settings: Any) -> None:
@@ -61,6 +62,7 @@ class SparseCache(Cache):
         self.width = 0  # pages a row
         self.num_columns = 0  # tokens seen, padding included
         self.prompt_lens: list[int] = []
+        self.in_prompt = True  # what comes may be more of the prompts
         self.contexts: list[int] = []  # tokens seen of each row
         self.entries: list[int] = []  # held of each row
         self.cut: list[int] = []  # entries that each row's last cut left, 0 before its first
@@ -255,7 +257,10 @@ class SparseCache(Cache):
             self._begin_tokens()
             return
         if not self.valid_BT[:, -1].all() or (np.diff(self.valid_BT.astype(int), axis=1) < 0).any():
-            raise ValueError("a prompt is empty or not padded on its left; use padding_side='left'.")
+            raise ValueError(
+                "a prompt is empty, is not padded on its left, or begins with a chunk of padding alone; use "
+                "padding_side='left', and no prefill_chunk_size with prompts of unlike lengths."
+            )
         self.prompt_lens = [int(n) for n in self.valid_BT.sum(axis=1)]
         self.contexts, self.entries, self.cut, self.num_compressions = ([0] * batch for _ in range(4))
         self.width = -(-max(self.prompt_lens) // PAGE_SIZE)
@@ -306,6 +311,10 @@ class SparseCache(Cache):
         self.num_columns += num_tokens
         if self.prompt is not None:
             self.pool.queries[:, : len(added)] = self.prompt.queries_LBWHD
+        elif self.in_prompt and num_tokens > 1:
+            self.prompt_lens = list(self.contexts)
+        else:
+            self.in_prompt = False
         if isinstance(self.policy, EvictPolicy):
             due = [row for row in self._rows if self._is_due(self.policy, row)]
             size = rows_at_once(self.pool, self.policy, [self.entries[row] for row in due])
