@@ -6,10 +6,12 @@ from __future__ import annotations
 import pytest
 import torch
 from replay import firing_times, replay_logprobs
+from schedules import named
 from slow_policies import chosen_pages, page_score
 
 from sparse_rl.kv import POLICIES, Full, PagesMean, Quest, SelectPolicy, Streaming, build_policy
 from sparse_rl.kv.schedule import Schedule
+from sparse_rl.kv.sparse_cache import SparseCache
 from sparse_rl.rollout import Engine, EngineConfig, Sampling
 
 SELECT = {name: policy for name, policy in POLICIES.items() if issubclass(policy, SelectPolicy)}
@@ -185,8 +187,28 @@ def test_bad_settings_are_named(settings, message, tiny):
         ({"select": "pages"}, "kv.select is 'pages'; choose one of none, pages_mean, quest"),
         ({"select_budget": 64}, "kv.select is none"),
         ({"select": "quest", "select_budget": 0}, "kv.select_budget is 0"),
+        ({"select": "quest", "select_budget": True}, "kv.select_budget is True; it must be a whole number"),
+        ({"select": "quest", "select_budget": "gone.json"}, "kv.select_budget is 'gone.json', which is neither"),
+        ({"select": "quest"}, "kv.select is quest, but kv.select_budget is missing"),
+        ({"select": "quest", "select_budget": 640}, r"is 640, but no more than 640 .*budget 512 \+ interval 128.*lower it"),
     ],
 )
 def test_bad_settings_inside_are_named(settings, message):
     with pytest.raises(ValueError, match=message):
-        Streaming(**settings)
+        build_policy("streaming", **settings)
+
+
+def test_pages_always_read_are_named_with_settings_there_are(tiny):
+    inside = Streaming(budget=200, interval=9, select="quest", select_budget=47)
+    with pytest.raises(ValueError, match=r"^kv.select_budget is 47.* pages of 32\); raise it to 96 .*engine.page_size\.$"):
+        Engine(tiny(), inside, EngineConfig(page_size=32))
+    with pytest.raises(ValueError, match=r"^kv.select_budget is 47.* pages of 16\); raise it to 48 or more\.$"):
+        SparseCache(inside)
+    with pytest.raises(ValueError, match=r"^kv.budget is 47.*raise it to 48 or more, or lower kv.first or kv.last\.$"):
+        SparseCache("quest", 47)
+
+
+def test_what_a_prompt_holds_on_top_may_be_left_unread():
+    inside = {"select": "quest", "select_budget": 1024}
+    assert build_policy("streaming", protect_prompt=True, **inside).selection == Quest()
+    assert build_policy("streaming", budget=named((0, 900), (100, 4000)), **inside).selection == Quest()

@@ -9,6 +9,7 @@ from typing import Any
 from sparse_rl.kv.full import Full
 from sparse_rl.kv.gkv import GKV
 from sparse_rl.kv.h2o import H2O
+from sparse_rl.kv.inside import check_some_unread
 from sparse_rl.kv.keydiff import KeyDiff
 from sparse_rl.kv.knorm import Knorm
 from sparse_rl.kv.pages_mean import PagesMean
@@ -43,7 +44,10 @@ def build_policy(policy: str = "full", **settings: Any) -> KVPolicy:
         if key not in known:
             takes = f"it takes {', '.join(known)}" if known else "it takes no settings"
             raise ValueError(f"kv.{key} is not a setting of policy {policy!r}{suggestion(key, known)}; {takes}.")
-    return POLICIES[policy](**settings)
+    built = POLICIES[policy](**settings)
+    if isinstance(built, EvictPolicy):
+        check_some_unread(built)
+    return built
 
 
 def policy_record(policy: KVPolicy) -> dict[str, Any]:

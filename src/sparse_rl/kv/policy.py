@@ -109,7 +109,7 @@ class EvictPolicy(KVPolicy, ABC):
     sinks: first positions of the sequence that are never dropped
     protect_prompt: never drop prompt entries; they come on top of the budget
     select: policy by which a decode step chooses the pages it reads among those left, pages_mean or quest; or none
-    select_budget: entries it reads, or a schedule of them, if not that policy's own number
+    select_budget: entries it reads, fewer than are held, or a schedule of them; of its settings the one to be given
     index: "per_head" keeps what is best for each layer and KV head; "shared" keeps one set for all of them
     """
 
@@ -246,15 +246,15 @@ def share(
 def at_least(policy: KVPolicy, field: str, least: int) -> None:
     """Raise unless a setting of the policy is at least this much."""
     given = getattr(policy, field)
-    if not isinstance(given, int) or given < least:
-        raise ValueError(f"kv.{field} is {given}; it must be a whole number, at least {least}.")
+    if type(given) is not int or given < least:
+        raise ValueError(f"kv.{field} is {given!r}; it must be a whole number, at least {least}.")
 
 
 def between(policy: KVPolicy, field: str, low: float, high: float) -> None:
     """Raise unless a setting of the policy lies between these two."""
     given = getattr(policy, field)
-    if not low <= given <= high:
-        raise ValueError(f"kv.{field} is {given}; it must lie between {low:g} and {high:g}.")
+    if type(given) not in (int, float) or not low <= given <= high:
+        raise ValueError(f"kv.{field} is {given!r}; it must be a number between {low:g} and {high:g}.")
 
 
 def one_of(policy: KVPolicy, field: str, *choices: str) -> None:

@@ -23,6 +23,8 @@ from sparse_rl.kv.cache import DecodeStep, PagedCache
 from sparse_rl.kv.policy import KVPolicy, N, at_least
 from sparse_rl.kv.schedule import Schedule, load
 
+SMALLEST_PAGE = 16
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SelectPolicy(KVPolicy, ABC):
@@ -57,14 +59,15 @@ class SelectPolicy(KVPolicy, ABC):
         """The budget by context length."""
         return load(self.budget)
 
-    def check_page_size(self, page_size: int) -> None:
-        """Raise unless the smallest budget holds the pages that are always read."""
+    def check_page_size(self, page_size: int, *, inside: bool) -> None:
+        """Raise unless the smallest budget holds the pages that are always read; `inside` an evicting policy or not."""
         reserved, least = (self.first + self.last) * page_size, min(self.schedule.budgets)
         if least < reserved:
+            smaller = ["engine.page_size"] * (page_size > SMALLEST_PAGE) + ["kv.first", "kv.last"] * (not inside)
             raise ValueError(
-                f"kv.budget is {least}, but the pages always read are {reserved} entries (first {self.first} + last "
-                f"{self.last} pages of {page_size}); raise kv.budget to {reserved} or more, or lower engine.page_size, "
-                "kv.first or kv.last."
+                f"{'kv.select_budget' if inside else 'kv.budget'} is {least}, but the pages always read are {reserved} "
+                f"entries (first {self.first} + last {self.last} pages of {page_size}); raise it to {reserved} or more"
+                f"{', or lower ' if smaller else ''}{' or '.join(smaller)}."
             )
 
     def pages_read(self, length: N, context: N, page_size: int) -> tuple[N, N]:

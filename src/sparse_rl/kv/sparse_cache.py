@@ -51,7 +51,7 @@ class SparseCache(Cache):
         if not isinstance(policy, Full | EvictPolicy | SelectPolicy):
             raise ValueError(f"policy {policy.name!r} is not supported by SparseCache yet; sample with the engine.")
         if policy.selection is not None:
-            policy.selection.check_page_size(PAGE_SIZE)
+            policy.selection.check_page_size(PAGE_SIZE, inside=policy.selection is not policy)
         self.policy = policy
         self.make_step = decode_step(policy.selection)
         self.reset()

@@ -89,7 +89,7 @@ class Engine:
         self.config = config or EngineConfig()
         self.page_size = self.config.page_size or self.kv.page_size
         if self.kv.selection is not None:
-            self.kv.selection.check_page_size(self.page_size)
+            self.kv.selection.check_page_size(self.page_size, inside=self.kv.selection is not self.kv)
         self.cache: PagedCache | None = None
         self.decoders: dict[tuple[object, ...], Decoder] = {}  # by what of the sampling settings their graphs bake in
         self.stats: EngineStats | None = None
