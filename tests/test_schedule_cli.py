@@ -75,25 +75,32 @@ def test_the_plan_is_that_of_the_longest_context():
 
 def test_a_resumed_run_notices_a_file_that_changed(tmp_path, file, caplog):
     def trained(path: str, steps: int, **more) -> dict:
-        kv = RKV(budget=path, interval=4, window=4)
+        kv = RKV(budget=path, interval=4, window=4, select="quest", select_budget=path)
         small_trainer(tmp_path / "run", steps=steps, parts={"kv": kv}, **more).train()
         return json.loads((tmp_path / "run" / "run.json").read_text())["config"]["kv"]
 
-    first = trained(file(12, 14), 1)
-    assert first["schedule"] == {"starts": [0, 20], "budgets": [12, 14]} and first["budget"] == file(12, 14)
+    first = trained(file(48, 64), 1)
     with caplog.at_level(logging.WARNING):
-        trained(file(12, 16), 2, resume_from_checkpoint=True)
-    assert "kv.schedule.budgets [12, 14] is now [12, 16]" in caplog.text and "kv.schedule.starts" not in caplog.text
+        trained(file(48, 66), 2, resume_from_checkpoint=True)
+    for setting in ("", "select_"):
+        schedule = f"{setting}schedule"
+        assert first[schedule] == {"starts": [0, 20], "budgets": [48, 64]} and first[f"{setting}budget"] == file(48, 64)
+        assert f"kv.{schedule}.budgets [48, 64] is now [48, 66]" in caplog.text
+        assert f"kv.{schedule}.starts" not in caplog.text
 
 
-def test_an_evaluation_is_not_gone_on_with_under_another_schedule(tmp_path, file):
+@pytest.mark.parametrize(
+    ("cache", "key"),
+    [("rkv:{}", "schedules"), ("rkv:budget=90,select=quest,select_budget={}", "select_schedules")],
+)
+def test_an_evaluation_is_not_gone_on_with_under_another_schedule(tmp_path, file, cache, key):
     def record(*budgets: int, resume: bool) -> Record:
-        kv = ("full", f"rkv:{file(*budgets)}")
+        kv = ("full", cache.format(file(*budgets)))
         return Record(tmp_path, Evaluation(models=("tiny",), benchmarks=("lookup",), kv=kv), {}, resume=resume)
 
     record(12, 14, resume=False)
     record(12, 14, resume=True)
-    with pytest.raises(ValueError, match=r"other settings: schedules\..*\.budgets \[12, 14\] is now \[12, 16\]"):
+    with pytest.raises(ValueError, match=rf"other settings: {key}\..*\.budgets \[12, 14\] is now \[12, 16\]"):
         record(12, 16, resume=True)
 
 

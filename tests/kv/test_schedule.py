@@ -92,6 +92,8 @@ def test_files_are_written_and_read(tmp_path):
     record = policy_record(policy)
     assert record == {"policy": "rkv", **asdict(policy), "schedule": asdict(schedule)} and record["budget"] == str(path)
     assert "schedule" not in policy_record(RKV(budget=64)), "a number says all"
+    record = policy_record(RKV(budget=64, select="quest", select_budget=str(path)))
+    assert record["select_schedule"] == asdict(schedule) and "schedule" not in record
 
 
 @pytest.mark.parametrize(

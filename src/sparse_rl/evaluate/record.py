@@ -143,8 +143,9 @@ def _settings(evaluation: Evaluation, suites: dict[str, Suite]) -> dict[str, Any
     """Everything that decides the table, and some that does not (NO_DIFFERENCE)."""
     found = asdict(evaluation)
     caches = {spec: policy_record(parse_cache(spec)) for spec in evaluation.kv}
-    schedules = {spec: cache["schedule"] for spec, cache in caches.items() if "schedule" in cache}
-    found |= {"schedules": schedules} if schedules else {}
+    for key in ("schedule", "select_schedule"):
+        schedules = {spec: cache[key] for spec, cache in caches.items() if key in cache}
+        found |= {f"{key}s": schedules} if schedules else {}
     found["benchmarks"] = {
         name: {
             "digest": suite.digest,

@@ -53,6 +53,7 @@ def build_policy(policy: str = "full", **settings: Any) -> KVPolicy:
 def policy_record(policy: KVPolicy) -> dict[str, Any]:
     """Name and settings, as a run's record has them; a schedule with its steps, since a file may change."""
     record = {"policy": policy.name, **asdict(policy)}
-    if isinstance(record.get("budget"), str):
-        record["schedule"] = asdict(load(record["budget"]))
+    for budget, schedule in (("budget", "schedule"), ("select_budget", "select_schedule")):
+        if isinstance(record.get(budget), str):
+            record[schedule] = asdict(load(record[budget]))
     return record
