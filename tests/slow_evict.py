@@ -93,7 +93,8 @@ class SlowSequence:
             start = mix((start + layer * self.keys.shape[1] + head) % 2**64)
             return {p: float(mix((start + p) % 2**64) % 2**24) for p in live}
         if isinstance(policy, Knorm):
-            return {p: -length(keys[p]) for p in live}
+            parts = {p: math.frexp(length(keys[p])) for p in live}
+            return {p: -math.ldexp(round(m * 2**13), e - 13) for p, (m, e) in parts.items()}
         if isinstance(policy, KeyDiff):
             units = {p: keys[p] / (length(keys[p]) + 1e-8) for p in live}
             total = sum(units.values())

@@ -258,7 +258,7 @@ def test_order_of_rows_is_irrelevant_and_protected_entries_stay(policy, rows, se
 
 @pytest.mark.parametrize(("window", "counted"), [(None, (8, 8, 8)), (22, (22, 8, 8)), (3, (3, 3, 3))])
 def test_h2o_counts_the_last_queries_since_the_last_firing(window, counted, monkeypatch):
-    """A query gives 1 in all. The first firing comes budget + interval tokens after the beginning, others `interval`."""
+    """A query gives 1 in all. The first firing comes after budget + interval tokens, later ones after `interval`."""
     bench = Bench(H2O(budget=14, interval=8, window=window), prompt_lens=[2], windows=(None, None))
     given = []
     accumulate = H2O.accumulate

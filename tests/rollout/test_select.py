@@ -192,7 +192,7 @@ def test_bad_settings_are_named(settings, message, tiny):
         ({"select": "quest"}, "kv.select is quest, but kv.select_budget is missing"),
         (
             {"select": "quest", "select_budget": 640},
-            r"is 640, but no more than 640 .*budget 512 \+ interval 128.*lower it",
+            r"is 640, but no more than 640 .*budget 512 \+ interval 128",
         ),
     ],
 )
@@ -203,9 +203,7 @@ def test_bad_settings_inside_are_named(settings, message):
 
 def test_pages_always_read_are_named_with_settings_there_are(tiny):
     inside = Streaming(budget=200, interval=9, select="quest", select_budget=47)
-    with pytest.raises(
-        ValueError, match=r"^kv.select_budget is 47.* pages of 32\); raise it to 96 .*engine.page_size\.$"
-    ):
+    with pytest.raises(ValueError, match=r"^kv.select_budget is 47.* pages of 32\); raise.* 96 .*engine.page_size\.$"):
         Engine(tiny(), inside, EngineConfig(page_size=32))
     with pytest.raises(ValueError, match=r"^kv.select_budget is 47.* pages of 16\); raise it to 48 or more\.$"):
         SparseCache(inside)
