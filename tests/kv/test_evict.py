@@ -53,12 +53,16 @@ SHARED = [
     RKV(budget=14, interval=9, window=4, protect_prompt=True, index="shared"),
     GKV(budget=14, interval=9, window=4, index="shared"),
 ]
+GROUPED = [(policy, (1, 2, 8)[i % 3]) for i, policy in enumerate(PER_HEAD + SHARED)]
+GROUPED += [(PER_HEAD[0], 8), (PER_HEAD[2], 2), (TOVA(budget=9, interval=4), 8)]  # each is there with all three
 
 
 def test_every_evicting_policy_has_cases():
     evicting = {name for name, policy in POLICIES.items() if issubclass(policy, EvictPolicy)}
     assert {policy.name for policy in PER_HEAD} >= evicting - {"streaming", "snapkv", "rkv"}  # in test_policies.py
     assert {policy.name for policy in SHARED} == evicting
+    for group in (1, 2, 8):
+        assert {policy.name for policy, of in GROUPED if of == group} >= evicting - {"streaming", "snapkv", "rkv"}
 
 
 class Bench:
@@ -191,7 +195,7 @@ def name_of(policy):
 
 @pytest.mark.parametrize(
     ("policy", "group"),
-    [(policy, (1, 2, 8)[i % 3]) for i, policy in enumerate(PER_HEAD + SHARED)],
+    GROUPED,
     ids=lambda x: name_of(x) if isinstance(x, EvictPolicy) else str(x),
 )
 def test_policy_equals_slow_sequence(policy, group, monkeypatch):

@@ -80,9 +80,19 @@ def test_tokens_of_a_padded_batch_are_the_engines(family, policy, tiny, prompts)
         assert fired == [rollout.kv.num_compressions for rollout in expected] and min(fired) >= 2
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_log_probs_in_fp32_are_the_engines(family, tiny, prompts):
-    loaded, policy = tiny(family), RKV(budget=20, interval=6)
+IN_FP32 = [
+    ("llama", RKV(budget=20, interval=6)),
+    ("gemma3", RKV(budget=20, interval=6)),
+    ("llama", build_policy("knorm", budget=20, interval=6)),
+    ("qwen3", build_policy("knorm", budget=20, interval=6)),  # norms of keys all alike
+    ("llama", build_policy("h2o", budget=20, interval=6)),
+    ("llama", build_policy("quest", budget=48)),
+]
+
+
+@pytest.mark.parametrize(("family", "policy"), IN_FP32, ids=[f"{family}-{policy.name}" for family, policy in IN_FP32])
+def test_log_probs_in_fp32_are_the_engines(family, policy, tiny, prompts):
+    loaded = tiny(family)
     given = prompts(*LENGTHS, seed=5)
     tokens, logprobs = generate(loaded.model, given, SparseCache(policy))
     expected = rollouts(loaded, given, policy)
@@ -179,19 +189,60 @@ def test_a_protected_prompt_that_comes_in_chunks_stays(tiny, prompts):
     assert cache.prompt_lens == [37]
 
 
-def test_a_copy_goes_its_own_way(tiny, prompts):
-    model, given = tiny(dtype=torch.float64).model, prompts(30)
-    ids, mask = padded(given, model.device)
-    cache = SparseCache("snapkv", budget=16, interval=8)
+def fed(model, prompts, tokens_BT, cache, change=lambda step, *state: state):
+    """Log-probs of given tokens, B T, one after the other; `change` may give another cache and mask after a step."""
+    ids, mask = padded(prompts, model.device)
+    logprobs = []
     with torch.no_grad():
-        model(ids[:, :-1], attention_mask=mask[:, :-1], past_key_values=cache)
-    twin = copy.deepcopy(cache)
-    first, _ = generate(model, given, cache)
-    second, _ = generate(model, given, twin)
-    assert first.tolist() == second.tolist() and twin.contexts == cache.contexts
+        for step in range(tokens_BT.shape[1]):
+            logits = model(
+                ids,
+                attention_mask=mask,
+                position_ids=(mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :],
+                past_key_values=cache,
+            ).logits[:, -1]
+            cache, mask = change(step, cache, mask)
+            ids = tokens_BT[:, step : step + 1]
+            mask = torch.cat([mask, torch.ones_like(ids)], dim=1)
+            logprobs.append(logits.log_softmax(-1).gather(-1, ids))
+    return torch.cat(logprobs, dim=1), cache
+
+
+STATEFUL = [build_policy("h2o", budget=20, interval=9), SnapKV(budget=20, interval=9, window=7)]
+
+
+@pytest.mark.parametrize("policy", STATEFUL, ids=lambda policy: policy.name)
+@pytest.mark.parametrize("how", ["copied", "reordered"])
+def test_a_row_takes_all_it_has_with_it(how, policy, tiny, prompts):
+    """In a copy, or in another row, it goes on as if it had been there from the start, and so do its firings."""
+    model = tiny(dtype=torch.float64).model
+    given = prompts(7, 18, 41)  # cut after 22, 31; 11, 20, 29; and 0, 9, 18, 27 tokens
+    tokens = torch.randint(1, 200, (3, 34), device=model.device)
+    order, last = [2, 0, 2] if how == "reordered" else [0, 1, 2], 16
+
+    def change(step, cache, mask):
+        if step != last:
+            return cache, mask
+        if how == "reordered":
+            cache.reorder_cache(torch.tensor(order))
+            return cache, mask[order]
+        twin = copy.deepcopy(cache)
+        for _ in range(12):  # the other one goes its own way
+            model(tokens[:, :1], past_key_values=cache)
+        return twin, mask
+
+    found, cache = fed(model, given, tokens, SparseCache(policy), change)
+    before = torch.cat([tokens[order, :last], tokens[:, last:]], dim=1)
+    expected, fresh = fed(model, [given[row] for row in order], before, SparseCache(policy))
+    torch.testing.assert_close(found[:, last + 1 :], expected[:, last + 1 :], rtol=0, atol=1e-10)
+    for name in ("prompt_lens", "contexts", "entries", "cut", "num_compressions"):
+        assert getattr(cache, name) == getattr(fresh, name), name
+    assert all(torch.equal(cache.positions(row), fresh.positions(row)) for row in range(3))
+    assert min(cache.num_compressions) >= 2
 
 
 def test_beams_carry_their_caches_with_them(tiny, reference, prompts):
+    """What a beam says its tokens are worth is what they are worth to a cache that never saw another beam."""
     settings = {"num_beams": 3, "max_new_tokens": 12}
     given = prompts(9, 17)
     ids, mask = padded(given, tiny().model.device)
@@ -199,9 +250,13 @@ def test_beams_carry_their_caches_with_them(tiny, reference, prompts):
     model, own = tiny(dtype=torch.float64).model, reference(dtype=torch.float64)
     ours = model.generate(ids, attention_mask=mask, past_key_values=SparseCache("rkv", budget=200), **settings)
     assert ours.tolist() == own.generate(ids, attention_mask=mask, **settings).tolist()
+    settings |= {"num_return_sequences": 3, "output_scores": True, "return_dict_in_generate": True}
     fired = SparseCache("rkv", budget=10, interval=4)
-    assert model.generate(ids, attention_mask=mask, past_key_values=fired, **settings).shape == ours.shape
+    out = model.generate(ids, attention_mask=mask, past_key_values=fired, **settings)
     assert min(fired.num_compressions) >= 2
+    beams = [prompt for prompt in given for _ in range(3)]
+    alone, _ = fed(model, beams, out.sequences[:, ids.shape[1] :], SparseCache(fired.policy))
+    torch.testing.assert_close(out.sequences_scores.double(), alone.mean(dim=1), rtol=0, atol=1e-5)
 
 
 def test_what_cannot_be_done_is_refused(tiny, prompts):

@@ -211,6 +211,14 @@ def test_pages_always_read_are_named_with_settings_there_are(tiny):
         SparseCache("quest", 47)
 
 
+def test_the_budget_is_that_of_the_context_not_of_what_is_held():
+    policy = PagesMean(budget=named((0, 100), (48, 96)))
+    for context, expected in ((99, (3, 42)), (100, (6, 90))):  # of 6 pages, the last with 10 entries
+        assert policy.pages_read(90, context, 16) == expected
+        counts, read = policy.pages_read(torch.tensor([90, 20]), torch.tensor([context, 20]), 16)
+        assert (counts.tolist(), read.tolist()) == ([expected[0], 2], [expected[1], 20])
+
+
 def test_what_a_prompt_holds_on_top_may_be_left_unread():
     inside = {"select": "quest", "select_budget": 1024}
     assert build_policy("streaming", protect_prompt=True, **inside).selection == Quest()
