@@ -389,6 +389,12 @@ def test_one_set_for_all_layers_and_heads(tiny, prompts):
         ("h2o", {"window": 0}, "at least 1"),
         ("gkv", {"budget": 15}, "protected entries alone are 16"),
         ("gkv", {"lam": -0.1}, "between 0 and 1"),
+        ("gkv", {"decay": "a"}, "kv.decay is 'a'; it must be a number between 0 and 1"),
+        ("snapkv", {"kernel": "7"}, "kv.kernel is '7'; it must be a whole number"),
+        ("snapkv", {"kernel": 7.0}, "kv.kernel is 7.0; it must be a whole number"),
+        ("random", {"seed": 1.5}, "kv.seed is 1.5; it must be a whole number"),
+        ("knorm", {"sinks": True}, "kv.sinks is True; it must be a whole number"),
+        ("knorm", {"budget": 10**20}, "kv.budget is 1(0){20}; it must be at most 16777216"),
     ],
 )
 def test_bad_settings_are_named(policy, settings, message):

@@ -68,6 +68,7 @@ def test_one_context_and_a_row_of_them(name, contexts):
         ((0, 10), (6, 5), "its budget falls from 6 to 5 at 10 tokens"),
         ((0, 10), (6, 6.5), "its budgets have 6.5 among them; they must be whole numbers"),
         ((0, True), (6, 7), "its starts have True among them"),
+        ((0, 9), (6, 10**20), "its budgets have 1(0){20} among them; they must be at most 16777216"),
     ],
 )
 def test_a_schedule_that_is_none(tmp_path, starts, budgets, said):

@@ -4,13 +4,15 @@
 from __future__ import annotations
 
 import copy
+import pickle
+import re
 
 import pytest
 import torch
 from schedules import named
 
 import sparse_rl
-from sparse_rl.kv import RKV, EvictPolicy, Full, KVPolicy, SnapKV, Streaming, build_policy
+from sparse_rl.kv import RKV, EvictPolicy, Full, SnapKV, Streaming, build_policy
 from sparse_rl.kv.sparse_cache import PAGE_SIZE, SparseCache
 from sparse_rl.rollout import Engine, EngineConfig, Sampling
 
@@ -212,9 +214,9 @@ STATEFUL = [build_policy("h2o", budget=20, interval=9), SnapKV(budget=20, interv
 
 
 @pytest.mark.parametrize("policy", STATEFUL, ids=lambda policy: policy.name)
-@pytest.mark.parametrize("how", ["copied", "reordered"])
+@pytest.mark.parametrize("how", ["copied", "pickled", "reordered"])
 def test_a_row_takes_all_it_has_with_it(how, policy, tiny, prompts):
-    """In a copy, or in another row, it goes on as if it had been there from the start, and so do its firings."""
+    """In a copy, from a file, or in another row, it goes on, and is cut, as if it had been there from the start."""
     model = tiny(dtype=torch.float64).model
     given = prompts(7, 18, 41)  # cut after 22, 31; 11, 20, 29; and 0, 9, 18, 27 tokens
     tokens = torch.randint(1, 200, (3, 34), device=model.device)
@@ -226,7 +228,8 @@ def test_a_row_takes_all_it_has_with_it(how, policy, tiny, prompts):
         if how == "reordered":
             cache.reorder_cache(torch.tensor(order))
             return cache, mask[order]
-        twin = copy.deepcopy(cache)
+        twin = copy.deepcopy(cache) if how == "copied" else pickle.loads(pickle.dumps(cache))
+        assert twin.pool.offsets[1, 0] * 8 == twin.pool.k[1].data_ptr() - twin.pool.anchor[0].data_ptr()
         for _ in range(12):  # the other one goes its own way
             model(tokens[:, :1], past_key_values=cache)
         return twin, mask
@@ -260,13 +263,11 @@ def test_beams_carry_their_caches_with_them(tiny, reference, prompts):
 
 
 def test_what_cannot_be_done_is_refused(tiny, prompts):
-    class Other(KVPolicy):
-        name = "other"
-
     model = tiny().model
     ids, mask = padded(prompts(4, 9), model.device)
-    with pytest.raises(ValueError, match="'other' is not supported by SparseCache yet"):
-        SparseCache(Other())
+    for given in (None, RKV, 7):
+        with pytest.raises(ValueError, match=f"policy is {re.escape(repr(given))}; give a policy's name"):
+            SparseCache(given)
     with pytest.raises(ValueError, match="budget beside a policy object"):
         SparseCache(Full(), budget=4)
     with pytest.raises(ValueError, match="did you mean 'rkv'"):
@@ -284,3 +285,24 @@ def test_what_cannot_be_done_is_refused(tiny, prompts):
         model(ids, attention_mask=mask, past_key_values=cache)
         with pytest.raises(ValueError, match="holds 2 rows and got 1"):
             model(ids[:1], past_key_values=cache)
+        with pytest.raises(ValueError, match=r"layer 0 has .*float64.*the cache began with .*float32"):
+            tiny(dtype=torch.float64).model(ids, past_key_values=cache)
+    with pytest.raises(ValueError, match="output_attentions asks for weights"):
+        model.generate(ids, past_key_values=SparseCache(), output_attentions=True, max_new_tokens=2)
+
+
+@pytest.mark.parametrize(
+    ("first", "count", "second", "said"),
+    [
+        ((4, 9), 6, (4, 9), "has 9 columns, but with what the cache has seen there are"),
+        ((4, 9), 12, (4, 9), "no token is new to this SparseCache, which has seen 20; .* or call reset"),
+        ((9,), 4, (5,), "no token is new to this SparseCache, which has seen 12"),
+    ],
+)
+def test_a_used_cache_wants_all_it_has_seen(first, count, second, said, tiny, prompts):
+    model, cache = tiny().model, SparseCache()
+    generate(model, prompts(*first), cache, max_new_tokens=count)
+    with pytest.raises(ValueError, match=said):
+        generate(model, prompts(*second), cache)
+    cache.reset()
+    generate(model, prompts(*second), cache, max_new_tokens=2)

@@ -9,6 +9,7 @@ are logical and never derived from how many entries the cache holds.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -91,6 +92,13 @@ class PagedCache:
         self.release()  # before the new ones are made
         self._make(num_pages + 1)
         self.num_pages = num_pages
+        self._locate()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._locate()  # what was unpickled lies elsewhere
+
+    def _locate(self) -> None:
         pools = (self.k, self.v, self.positions, self.landmarks)
         self.offsets.copy_(
             torch.tensor(

@@ -63,7 +63,6 @@ def compress(
         scores_BKS = gather_pages_ref(pools[3], pages_BN).masked_fill(~scored_BS[:, None], 0.0)
     entries = Entries(
         k_PKSD=pools[0],
-        v_PKSD=pools[1],
         pages_BN=pages_BN,
         lengths_B=lengths_B,
         fresh_B=lengths_B - cut_B,

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, TypeVar
 import torch
 
 from sparse_rl.kernels.compact import select_and_compact
-from sparse_rl.kernels.decode import gather_pages_ref
-from sparse_rl.kv.schedule import Schedule, load
+from sparse_rl.kv.schedule import MOST, Schedule, load
 from sparse_rl.model.dry_run import AttentionShape
 
 if TYPE_CHECKING:
@@ -28,8 +27,7 @@ N = TypeVar("N", int, torch.Tensor)  # one count, or a row of them
 class Entries:
     """Cache entries to compress, as a policy sees them; a row is one layer of one sequence, layer by layer."""
 
-    k_PKSD: torch.Tensor  # the pool; keys after rotation
-    v_PKSD: torch.Tensor
+    k_PKSD: torch.Tensor  # the pool's keys, after rotation
     pages_BN: torch.Tensor  # the rows' pages in it
     lengths_B: torch.Tensor  # entries held
     fresh_B: torch.Tensor  # entries of them that came since the row was last cut
@@ -43,16 +41,6 @@ class Entries:
     windows_B: torch.Tensor  # the layer's window
     num_layers: int
     scores_BKS: torch.Tensor | None = None  # of a policy that keeps them; 0 where the entry is fresh
-
-    @property
-    def k_BKSD(self) -> torch.Tensor:  # noqa: N802
-        """The rows' keys, copied out of the pool."""
-        return gather_pages_ref(self.k_PKSD, self.pages_BN)
-
-    @property
-    def v_BKSD(self) -> torch.Tensor:  # noqa: N802
-        """The rows' values, copied out of the pool."""
-        return gather_pages_ref(self.v_PKSD, self.pages_BN)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -244,16 +232,18 @@ def share(
 
 
 def at_least(policy: KVPolicy, field: str, least: int) -> None:
-    """Raise unless a setting of the policy is at least this much."""
+    """Raise unless a setting of the policy is at least this much, and no more than there can be tokens."""
     given = getattr(policy, field)
     if type(given) is not int or given < least:
         raise ValueError(f"kv.{field} is {given!r}; it must be a whole number, at least {least}.")
+    if given > MOST:
+        raise ValueError(f"kv.{field} is {given}; it must be at most {MOST}.")
 
 
 def between(policy: KVPolicy, field: str, low: float, high: float) -> None:
     """Raise unless a setting of the policy lies between these two."""
     given = getattr(policy, field)
-    if type(given) not in (int, float) or not low <= given <= high:
+    if not isinstance(given, int | float) or not low <= given <= high:
         raise ValueError(f"kv.{field} is {given!r}; it must be a number between {low:g} and {high:g}.")
 
 

@@ -35,6 +35,8 @@ class Random(EvictPolicy):
 
     def __post_init__(self) -> None:
         at_least(self, "recent", 0)
+        if type(self.seed) is not int or not 0 <= self.seed < 1 << 63:
+            raise ValueError(f"kv.seed is {self.seed!r}; it must be a whole number from 0 to 2^63 - 1.")
         EvictPolicy.__post_init__(self)
 
     @property

@@ -22,6 +22,7 @@ import torch
 from sparse_rl.specs import suggestion, unique
 
 N = TypeVar("N", int, torch.Tensor)  # one context, or a row of them
+MOST = 1 << 24  # entries or tokens, more than any model's context
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,8 @@ class Schedule:
             for value in getattr(self, name):
                 if type(value) is not int:
                     raise ValueError(f"its {name} have {value!r} among them; they must be whole numbers.")
+                if value > MOST:
+                    raise ValueError(f"its {name} have {value} among them; they must be at most {MOST}.")
         if len(self.starts) != len(self.budgets):
             raise ValueError(f"it has {len(self.starts)} starts and {len(self.budgets)} budgets; give as many of both.")
         if self.starts[:1] != (0,):

@@ -31,7 +31,8 @@ class SnapKV(EvictPolicy):
 
     def __post_init__(self) -> None:
         at_least(self, "window", 1)
-        if self.kernel < 1 or self.kernel % 2 == 0:
+        at_least(self, "kernel", 1)
+        if self.kernel % 2 == 0:
             raise ValueError(f"kv.kernel is {self.kernel}; the pooling width must be odd and positive.")
         EvictPolicy.__post_init__(self)
 

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from transformers import Cache
 
-from sparse_rl.kv import EvictPolicy, Full, KVPolicy, SelectPolicy, build_policy
+from sparse_rl.kv import EvictPolicy, KVPolicy, build_policy
 from sparse_rl.kv.cache import NO_WINDOW, DecodeStep, PagedCache, PrefillStep, to_device
 from sparse_rl.kv.compress import compress, rows_at_once
 from sparse_rl.kv.select import decode_step
@@ -48,8 +48,8 @@ class SparseCache(Cache):
             policy = build_policy(policy, **settings)
         elif settings:
             raise ValueError(f"{', '.join(settings)} beside a policy object; set them on the policy instead.")
-        if not isinstance(policy, Full | EvictPolicy | SelectPolicy):
-            raise ValueError(f"policy {policy.name!r} is not supported by SparseCache yet; sample with the engine.")
+        if not isinstance(policy, KVPolicy):
+            raise ValueError(f"policy is {policy!r}; give a policy's name, or a policy like Streaming(budget=64).")
         if policy.selection is not None:
             policy.selection.check_page_size(PAGE_SIZE, inside=policy.selection is not policy)
         self.policy = policy
@@ -102,6 +102,11 @@ class SparseCache(Cache):
         return self.num_columns
 
     def get_mask_sizes(self, query_length: Any, layer_idx: int) -> tuple[int, int]:
+        if not int(query_length):
+            raise ValueError(
+                f"no token is new to this SparseCache, which has seen {self.num_columns}; give all of them and what "
+                "is new, or call reset() for other prompts."
+            )
         return self.num_columns + int(query_length), 0
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
@@ -194,54 +199,43 @@ class SparseCache(Cache):
         assert pool is not None
         layer = (q_BHTD.shape[1], *k_BKTD.shape[1::2], k_BKTD.dtype, k_BKTD.device)
         shape = pool.shape
-        if layer != (shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.dtype, shape.device):
+        first = (shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.dtype, shape.device)
+        if layer != first:
             raise UnsupportedModelError(
-                f"layer {layer_idx} has heads, widths, dtype or device {layer}, unlike layer 0; SparseCache needs all "
-                "layers alike, on one device."
+                f"layer {layer_idx} has heads, widths, dtype and device {layer}, and the cache began with {first}; "
+                "SparseCache needs all layers and passes alike, on one device."
             )
         if self.prompt is not None:
             pool.windows[layer_idx] = window or NO_WINDOW
             pool.scales[layer_idx] = scale
-            out = self._attend_prompt(self.prompt, layer_idx, q_BHTD, k_BKTD, v_BKTD, scale, window)
+            out = self._attend_prompt(layer_idx, q_BHTD, k_BKTD, v_BKTD, scale=scale, window=window)
         else:
-            out = self._attend_tokens(layer_idx, q_BHTD, k_BKTD, v_BKTD, scale, window)
+            out = self._attend_tokens(layer_idx, q_BHTD, k_BKTD, v_BKTD, scale=scale, window=window)
         self.next_layer = (layer_idx + 1) % self.num_layers
         if self.next_layer == 0:
             self._end(q_BHTD.shape[2])
         return out
 
     def _attend_prompt(
-        self,
-        step: PrefillStep,
-        layer_idx: int,
-        q_BHTD: torch.Tensor,
-        k_BKTD: torch.Tensor,
-        v_BKTD: torch.Tensor,
-        scale: float,
-        window: int | None,
+        self, layer_idx: int, q_BHTD: torch.Tensor, k_BKTD: torch.Tensor, v_BKTD: torch.Tensor, **how: Any
     ) -> torch.Tensor:
         """The rows side by side in one, without padding, as the engine prefills."""
+        assert self.prompt is not None
         valid_BT = torch.from_numpy(self.valid_BT).to(q_BHTD.device)
         q, k, v = (x.transpose(1, 2)[valid_BT].transpose(0, 1)[None] for x in (q_BHTD, k_BKTD, v_BKTD))
         out = torch.zeros_like(q_BHTD).transpose(1, 2)
-        out[valid_BT] = step.attend(layer_idx, q, k, v, scale=scale, window=window)[0].transpose(0, 1)
+        out[valid_BT] = self.prompt.attend(layer_idx, q, k, v, **how)[0].transpose(0, 1)
         return out.transpose(1, 2)
 
     def _attend_tokens(
-        self,
-        layer_idx: int,
-        q_BHTD: torch.Tensor,
-        k_BKTD: torch.Tensor,
-        v_BKTD: torch.Tensor,
-        scale: float,
-        window: int | None,
+        self, layer_idx: int, q_BHTD: torch.Tensor, k_BKTD: torch.Tensor, v_BKTD: torch.Tensor, **how: Any
     ) -> torch.Tensor:
         """One token after the other; rows whose token is padding stand still."""
         out = torch.zeros_like(q_BHTD)
         for t, rows_B, step in self.steps:
             token = slice(t, t + 1)
             q, k, v = (x[:, :, token] if rows_B is None else x[rows_B, :, token] for x in (q_BHTD, k_BKTD, v_BKTD))
-            attended = step.attend(layer_idx, q, k, v, scale=scale, window=window)
+            attended = step.attend(layer_idx, q, k, v, **how)
             out[slice(None) if rows_B is None else rows_B, :, token] = attended
         return out
 

@@ -94,6 +94,8 @@ def attention(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Registered with transformers. Takes B H T D after rotation, returns (B T H D, None)."""
+    if kwargs.get("output_attentions"):
+        raise ValueError("output_attentions asks for weights, which this attention never holds; leave it out.")
     unknown = [
         name for name, given in kwargs.items() if name not in HARMLESS and given is not None and given is not False
     ]
@@ -150,6 +152,12 @@ def attention_mask(
         )
     if not isinstance(q_offset, int) or q_offset + q_length != kv_offset + kv_length:
         raise ValueError("static caches are not supported by this attention; use the default dynamic cache.")
+    if attention_mask is not None and attention_mask.shape[-1] < kv_offset + kv_length:
+        raise ValueError(
+            f"the attention mask has {attention_mask.shape[-1]} columns, but with what the cache has seen there are "
+            f"{kv_offset + kv_length} tokens: a used cache goes on from all it has seen, so give that and what is new, "
+            "or make a new cache."
+        )
     if attention_mask is not None and not bool(attention_mask.all()):
         return attention_mask
     if not allow_is_causal_skip:
