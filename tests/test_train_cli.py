@@ -600,6 +600,9 @@ def test_help_names_every_section_and_trl():
     for setting in ("--loss.beta", "--optimizer.warmup", "--update.max_tokens", "--eval.prompts", "--engine.rows"):
         assert setting in out
     assert "TRL's names" in out and "--sampling.seed" not in out
+    evicting = "random, knorm, keydiff, tova, h2o, snapkv, rkv, gkv"
+    assert f"[512: streaming, {evicting}]" in " ".join(out.split()), "defaults that are alike are said once"
+    assert f"[4: streaming; 0: {evicting}]" in " ".join(out.split())
 
 
 def test_a_flag_may_name_another_policy_than_the_recipe():

@@ -97,16 +97,21 @@ def _add_choice(parser: ArgumentParser, section: str, key: str, default: str, co
     """`--section.key` names a component; every setting of every component is a flag, unset ones its own default."""
     group = parser.add_argument_group(f"{section} settings (defaults are those of the {key})")
     group.add_argument(f"--{section}.{key}", type=str, default=default, help=f"one of {', '.join(components)}")
-    settings: dict[str, tuple[Any, dict[str, list[str]]]] = {}  # the hint; the defaults by what the setting means
+    settings: dict[str, tuple[Any, dict[str, dict[str, list[str]]]]] = {}  # hint; meaning, default, who has it
     for name, component in components.items():
         hints, texts = get_type_hints(component), field_texts(component)
         for field in fields(component):
             meanings = settings.setdefault(field.name, (hints[field.name], {}))[1]
-            meanings.setdefault(texts[field.name], []).append(f"{name} {field.default}")
+            meanings.setdefault(texts[field.name], {}).setdefault(str(field.default), []).append(name)
     for name, (hint, meanings) in settings.items():
         hint = str if get_origin(hint) is Literal else one_or_several(hint)  # the component itself knows the choices
-        help = "; ".join(f"{text} [{', '.join(defaults)}]" for text, defaults in meanings.items())
+        help = "; ".join(f"{text} [{_by_default(defaults)}]" for text, defaults in meanings.items())
         group.add_argument(f"--{section}.{name}", type=hint | None, default=None, help=help)
+
+
+def _by_default(names: dict[str, list[str]]) -> str:
+    """4: streaming; 0: random, knorm"""
+    return "; ".join(f"{default}: {', '.join(of)}" for default, of in names.items())
 
 
 def _given(section: Namespace) -> dict[str, Any]:

@@ -199,6 +199,9 @@ def test_the_command_writes_a_page_and_a_picture(tmp_path, capsys):
     page = (tmp_path / "out" / "inspect.html").read_text()
     printed = capsys.readouterr().out
     assert all(f"<h3>{cache}</h3>" in page and f"{cache}: KV saved" in printed for cache in caches)
+    assert "never cut" not in printed
+    main([*command, "--kv", "rkv", "--output", str(tmp_path / "out")])
+    assert "rkv was never cut: it is due at 640 entries (interval 128), and the text has" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         main([*command, "--kv", "rvk:64"])
     assert "did you mean 'rkv'" in capsys.readouterr().err

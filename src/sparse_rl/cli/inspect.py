@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from sparse_rl.cli.parsing import add_model, make_parser, model_dtype, parse, quiet_bars
 
 if TYPE_CHECKING:
+    from sparse_rl.evaluate.inspection import Reading
     from sparse_rl.kv import KVPolicy
     from sparse_rl.model.load import LoadedModel
     from sparse_rl.types import Prompt
@@ -65,7 +66,7 @@ def run(arguments: list[str]) -> None:
     readings = read(loaded, text, policies)
     folder = Path(settings.output)
     write_inspection(readings, folder, settings.model)
-    print("\n".join(summary_lines(readings)))
+    print("\n".join([*summary_lines(readings), *_never_cut(readings, policies)]))
     print(f"wrote {folder / 'inspect.html'} and {folder / 'inspect.png'}")
 
 
@@ -77,6 +78,22 @@ def _policies(specs: list[str]) -> dict[str, KVPolicy]:
     for policy in policies.values():
         SparseCache(policy)  # refuses what it cannot do before a model is loaded
     return policies
+
+
+def _never_cut(readings: list[Reading], policies: dict[str, KVPolicy]) -> list[str]:
+    """A hint for each evicting cache that the text was too short for."""
+    from sparse_rl.kv import EvictPolicy
+
+    hints = []
+    for reading in readings:
+        policy, text = policies.get(reading.name), reading.text
+        if isinstance(policy, EvictPolicy) and not reading.firings:
+            due = policy.trigger(text.prompt_len, len(text.ids))
+            hints.append(
+                f"{reading.name} was never cut: it is due at {due} entries (interval {policy.interval}), and the text has "
+                f"{len(text.ids)} tokens; give a smaller budget or interval, or more --max-tokens."
+            )
+    return hints
 
 
 def _prompt(model: str, text: str | None, loaded: LoadedModel) -> Prompt:
