@@ -90,8 +90,8 @@ def _never_cut(readings: list[Reading], policies: dict[str, KVPolicy]) -> list[s
         if isinstance(policy, EvictPolicy) and not reading.firings:
             due = policy.trigger(text.prompt_len, len(text.ids))
             hints.append(
-                f"{reading.name} was never cut: it is due at {due} entries (interval {policy.interval}), and the text has "
-                f"{len(text.ids)} tokens; give a smaller budget or interval, or more --max-tokens."
+                f"{reading.name} was never cut: it is due at {due} entries (interval {policy.interval}), and the text "
+                f"has {len(text.ids)} tokens; give a smaller budget or interval, or more --max-tokens."
             )
     return hints
 
