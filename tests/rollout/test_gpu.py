@@ -7,8 +7,10 @@ import time
 
 import pytest
 import torch
+from plain_torch import run_the_references
+from schedules import named
 
-from sparse_rl.kv import GKV, H2O, RKV, Full, KeyDiff, Knorm, PagesMean, SnapKV, Streaming
+from sparse_rl.kv import GKV, H2O, RKV, TOVA, Full, KeyDiff, Knorm, PagesMean, Random, SnapKV, Streaming
 from sparse_rl.model.dry_run import dry_run
 from sparse_rl.model.load import LoadedModel
 from sparse_rl.model.shapes import random_model
@@ -72,17 +74,18 @@ def test_compiled_layers_agree_with_their_modules(family, tiny, prompts):
 
 @pytest.mark.parametrize(
     "policy",
-    [*POLICIES, *(policy(budget=32, interval=16) for policy in (Knorm, KeyDiff, H2O, GKV))],
+    [
+        *POLICIES,
+        *(policy(budget=32, interval=16) for policy in (Knorm, KeyDiff, TOVA, H2O, GKV, Random)),
+        RKV(budget=named((0, 40, 90), (16, 32, 48)), interval=16),
+    ],
     ids=lambda p: p.name,
 )
 def test_triton_draws_what_the_reference_kernels_draw(policy, tiny, prompts, monkeypatch):
     loaded = tiny("qwen3")
     sampling = Sampling(max_tokens=70, n=3, seed=9, stop_ids=())
     triton = Engine(loaded, policy, EngineConfig(rows=8, page_size=16)).generate(prompts(*LENGTHS), sampling)
-    for module in ("decode", "importance", "keys", "compact", "sampling"):
-        monkeypatch.setattr(f"sparse_rl.kernels.{module}.use_triton", lambda x: False)
-    for module in ("kv.cache", "rollout.decoder", "rollout.runner"):
-        monkeypatch.setattr(f"sparse_rl.{module}.use_triton", lambda x: False)
+    run_the_references(monkeypatch)
     reference = Engine(loaded, policy, EngineConfig(rows=8, page_size=16)).generate(prompts(*LENGTHS), sampling)
     same_up_to_rounding(triton, reference, atol=1e-4)
 
