@@ -261,13 +261,3 @@ def test_a_model_that_cannot_be_captured_decodes_eagerly(tiny, prompts, monkeypa
     same_up_to_rounding(again.generate(prompts(5, 9), Sampling(max_tokens=20, n=2)), expected, atol=1e-4)
     assert next(iter(again.decoders.values())).graphs
     torch.randn(3, device="cuda")
-
-
-def test_a_pool_is_sized_from_what_is_free_less_a_reserve(tiny, prompts, monkeypatch):
-    loaded = tiny()
-    engine = Engine(loaded, Full(), EngineConfig(rows=64))
-    page = engine.page_size * loaded.shape.entry_bytes
-    total = torch.cuda.get_device_properties(0).total_memory
-    monkeypatch.setattr("sparse_rl.rollout.engine.free_bytes", lambda device: total // 10 + 50 * page + page // 2)
-    engine.generate(prompts(5), Sampling(max_tokens=1000, n=64, stop_ids=()))
-    assert engine.stats.num_pages == 50 and engine.stats.num_preemptions > 0
