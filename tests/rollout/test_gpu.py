@@ -217,7 +217,7 @@ def test_moved_parameters_are_noticed(prompts):
 
 
 def test_decoding_does_not_wait_for_the_device(tiny, prompts, monkeypatch):
-    """Between prefills nothing synchronises: torch raises where it would."""
+    """Nothing synchronises but what looks at the tokens: torch raises where it would."""
     from sparse_rl.rollout.runner import Runner
 
     loaded, policy = tiny(), RKV(budget=32, interval=16)
@@ -234,7 +234,7 @@ def test_decoding_does_not_wait_for_the_device(tiny, prompts, monkeypatch):
 
         return call
 
-    for name in ("decode", "compress", "fetch", "start"):
+    for name in ("prefill", "compress_prompts", "start", "decode", "compress", "fetch"):
         monkeypatch.setattr(Runner, name, strictly(getattr(Runner, name)))
     engine.generate(prompts(*LENGTHS), Sampling(max_tokens=200, stop_ids=()))
 
