@@ -10,6 +10,7 @@ import torch
 from plain_torch import run_the_references
 from schedules import named
 
+from sparse_rl.bench.floor import module_logprobs
 from sparse_rl.kv import GKV, H2O, RKV, TOVA, Full, KeyDiff, Knorm, PagesMean, Random, SnapKV, Streaming
 from sparse_rl.model.dry_run import dry_run
 from sparse_rl.model.load import LoadedModel
@@ -119,18 +120,7 @@ def test_dense_decoding_is_as_close_to_the_dense_forward_as_the_modules_own(real
     dense = score(real.model, rollouts)
     ours = torch.cat([(d.dense_logprobs - r.sampler_logprobs).abs() for d, r in zip(dense, rollouts, strict=True)])
 
-    ids = torch.stack([torch.cat([torch.tensor(prompt), r.token_ids]) for r in rollouts]).to(real.model.device)
-    real.model.set_attn_implementation("sdpa")
-    try:
-        with torch.no_grad():
-            out = real.model(ids[:, :64], use_cache=True)
-            own = [out.logits[:, -1]]
-            for t in range(64, ids.shape[1] - 1):
-                out = real.model(ids[:, t : t + 1], past_key_values=out.past_key_values, use_cache=True)
-                own.append(out.logits[:, -1])
-    finally:
-        real.model.set_attn_implementation("sparse_rl")
-    logprobs = torch.stack(own, 1).float().log_softmax(-1).gather(-1, ids[:, 64:, None])[..., 0].cpu()
+    logprobs = module_logprobs(real.model, rollouts, slice(0, 128))
     theirs = (torch.stack([d.dense_logprobs for d in dense]) - logprobs).abs().flatten()
     print(
         f"mean |log xi|: engine {ours.mean():.2e}, module {theirs.mean():.2e}; max {ours.max():.2e}, {theirs.max():.2e}"

@@ -135,6 +135,14 @@ class Decoder:
             num_top=self.sampling.top_logprobs,
         )
 
+    @torch.no_grad()
+    def capture(self) -> None:
+        """Make the graphs of all batch sizes now rather than when a call first needs them."""
+        for batch in self.sizes:
+            if self.uses_graphs and batch not in self.graphs:
+                with torch.cuda.device(self.rows.device):
+                    self._capture(batch)
+
     def _capture(self, batch: int) -> None:
         """Make the graph of one batch size, on rows that are nobody's."""
         began, stream = time.perf_counter(), torch.cuda.current_stream()

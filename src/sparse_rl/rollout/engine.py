@@ -30,6 +30,7 @@ from sparse_rl.rollout.scheduler import Scheduler, entries_needed, entries_reach
 from sparse_rl.rollout.sequence import Sequence
 from sparse_rl.types import Prompt, Rollout
 
+MAX_ROWS = (1 << 16) - 1  # a GPU launches no more blocks of a kernel side by side
 MAX_REQUESTS = 1 << 22  # of a call
 HOST_SHARE = 0.5  # of free host memory, for a pool whose size is not given
 MAX_DECODERS = 4  # sets of graphs, one for each way to sample
@@ -58,8 +59,8 @@ class EngineConfig:
     compile: bool = True
 
     def __post_init__(self) -> None:
-        if self.rows < 1:
-            raise ValueError(f"engine.rows is {self.rows}; it must be at least 1.")
+        if not 1 <= self.rows <= MAX_ROWS:
+            raise ValueError(f"engine.rows is {self.rows}; it must be at least 1 and at most {MAX_ROWS}.")
         if self.page_size is not None and (self.page_size < 16 or self.page_size % 16):
             raise ValueError(f"engine.page_size is {self.page_size}; it must be a multiple of 16.")
         if self.pool_pages is not None and self.pool_bytes is not None:
