@@ -206,12 +206,20 @@ def test_moved_parameters_are_noticed(prompts):
     assert tokens(moved) == tokens(fresh)
 
 
-def test_decoding_does_not_wait_for_the_device(tiny, prompts, monkeypatch):
+@pytest.mark.parametrize(
+    "policy",
+    [
+        *(policy(budget=32, interval=16) for policy in (RKV, TOVA, H2O, GKV, Random)),
+        RKV(budget=32, interval=16, order="score"),
+        RKV(budget=named((0, 40, 90), (16, 32, 48)), interval=16),
+    ],
+    ids=lambda p: p.name,
+)
+def test_decoding_does_not_wait_for_the_device(policy, tiny, prompts, monkeypatch):
     """Nothing synchronises but what looks at the tokens: torch raises where it would."""
     from sparse_rl.rollout.runner import Runner
 
-    loaded, policy = tiny(), RKV(budget=32, interval=16)
-    engine = Engine(loaded, policy, EngineConfig(rows=8))
+    engine = Engine(tiny(), policy, EngineConfig(rows=8))
     engine.generate(prompts(*LENGTHS), Sampling(max_tokens=200, stop_ids=()))  # captures
 
     def strictly(function):
