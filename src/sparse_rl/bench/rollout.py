@@ -157,7 +157,7 @@ def warm_up(bench: Bench) -> tuple[float, dict[str, float] | None]:
     policy = bench.policy
     cut_at_once = isinstance(policy, EvictPolicy) and config.prompt > policy.target(config.prompt, config.prompt)
     if cut_at_once or policy.selection is not None:
-        finished = _dense_rollouts(bench)  # nothing of these is dense
+        finished, fill = _dense_rollouts(bench), FLOOR_TOKENS  # nothing of what has finished is dense
     return seconds, xi_floor(bench.loaded, finished, fill)
 
 
