@@ -185,7 +185,8 @@ def lines(record: dict[str, Any]) -> list[str]:
     )
     floor = results["xi_floor"]
     if floor is not None:
-        shown.append(("xi floor", f"|log xi| mean {floor['mean']:.2g}, max {floor['max']:.2g}: rounding alone"))
+        ours = f"|log xi| mean {floor['mean']:.2g}, max {floor['max']:.2g}: rounding alone"
+        shown.append(("xi floor", f"{ours}; the module's own {floor['module_mean']:.2g}, {floor['module_max']:.2g}"))
     shown.append(
         (
             "warm-up",
