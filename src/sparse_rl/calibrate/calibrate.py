@@ -1,0 +1,368 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Find the cheapest budget by context length that keeps a sparse sampler near its dense model.
+
+    the dense cache (the floor), then each budget of a grid: sample -> dense pass -> runs/00512.npz
+    statistics by context length -> per bin the cheapest budget whose tail meets the target -> schedule.json
+    the schedule itself, as one more run: what it holds in fact
+
+A run is a function of the weights, the prompts and the settings, and is on disk whole or not at all. So a calibration
+that was killed goes on where it was, and another target, tail or bin is found from the same runs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from sparse_rl.calibrate.search import Found, budget_grid, cheapest, pool_bins, possible, with_budget
+from sparse_rl.calibrate.statistics import GROUPS, SCALES, TAILS, describe
+from sparse_rl.calibrate.tokens import Tokens, probe
+from sparse_rl.kv import Full, KVPolicy, policy_record
+from sparse_rl.kv.schedule import Schedule, save
+from sparse_rl.model.load import LoadedModel
+from sparse_rl.rollout import EngineConfig, Progress, Sampling
+from sparse_rl.rollout.memory import Memory, free
+from sparse_rl.runfolder import command, differences, lock, provenance, write_whole
+from sparse_rl.types import Prompt
+
+RECORD = "calibration.json"
+STUDIED = (0.75, 0.80, 0.86, 0.92)  # targets whose schedules are shown beside one's own
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CalibrationConfig:
+    """Which budgets are tried, and what is asked of them.
+
+    budgets: to try; if none are given, num_budgets from lowest to highest
+    num_budgets: how many, each the same factor above the one before; fewer where pages are too coarse
+    lowest: smallest budget to try; a 64th of the longest context if not given, or what the policy can do
+    highest: largest budget to try; the longest context if not given
+    page: budgets are multiples of this many entries
+    target: overlap that the tail must reach; 0.86 is Sparrow's, on the scale top20
+    relative: the target is a share of the dense cache's own tail instead; Sparrow's 0.86 is 0.915 of its floor
+    overlap: scale: top20 (over tokens in both top 20, Sparrow's) or lower (over the sampler's top, exact up to 4096 ids)
+    tail: statistic of a bin that must meet the target: p05, p01 or mean
+    tokens: over which tokens: all, or decision (dense entropy above the threshold)
+    entropy: threshold of decision tokens in nats; 0.69 is a fair coin's
+    bin: tokens of a bin of context length
+    min_tokens: tokens a bin must have; one with fewer is pooled with the next
+    bootstrap: resamples of the rollouts for 95 % intervals; 0 leaves them out
+    verify: sample once more with the schedule itself
+    """
+
+    budgets: tuple[int, ...] = ()
+    num_budgets: int = 18
+    lowest: int | None = None
+    highest: int | None = None
+    page: int = 16
+    target: float = 0.86
+    relative: bool = False
+    overlap: Literal["top20", "lower"] = "top20"
+    tail: Literal["p05", "p01", "mean"] = "p05"
+    tokens: Literal["all", "decision"] = "all"
+    entropy: float = 0.69
+    bin: int = 2000
+    min_tokens: int = 2000
+    bootstrap: int = 200
+    verify: bool = True
+
+    def __post_init__(self) -> None:
+        for name, least in (("num_budgets", 1), ("page", 1), ("bin", 1), ("min_tokens", 20), ("bootstrap", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least {least}.")
+        for name in ("lowest", "highest"):
+            given = getattr(self, name)
+            if given is not None and given < 1:
+                raise ValueError(f"{name} is {given}; it must be at least 1.")
+        if self.lowest is not None and self.highest is not None and self.lowest > self.highest:
+            raise ValueError(f"lowest is {self.lowest}, above highest, {self.highest}; exchange them.")
+        if not 0.0 < self.target < 1.0:
+            raise ValueError(f"target is {self.target}; it must lie between 0 and 1, as 0.86 does.")
+        if self.entropy < 0:
+            raise ValueError(f"entropy is {self.entropy}; it must be at least 0.")
+        for name, choices in (("overlap", SCALES), ("tail", tuple(TAILS)), ("tokens", GROUPS)):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; choose one of {', '.join(choices)}.")
+        if any(budget < 1 for budget in self.budgets) or len({*self.budgets}) < len(self.budgets):
+            raise ValueError(f"budgets are {', '.join(map(str, self.budgets))}; give each once, from 1 on.")
+
+    def grid(self, policy: KVPolicy, longest: int, page_size: int) -> list[int]:
+        """The budgets to try for contexts of at most `longest` tokens."""
+        for budget in self.budgets:
+            if not possible(policy, budget, page_size):
+                with_budget(policy, budget)  # says why
+                raise ValueError(f"budget {budget} is less than the pages {policy.name} always reads; give a larger one.")
+        return sorted(self.budgets) or budget_grid(
+            policy,
+            longest,
+            count=self.num_budgets,
+            page=self.page,
+            page_size=page_size,
+            lowest=self.lowest,
+            highest=self.highest,
+        )
+
+
+class CalibrationObserver:
+    """Sees nothing; subclasses do."""
+
+    def on_begin(self, runs: list[str], done: int) -> None:
+        """`done` of the runs are on disk from before."""
+
+    def on_step(self, run: str, finished: int, rollouts: int, progress: Progress) -> None:
+        """After a decode step of a run."""
+
+    def on_run(self, run: str, seconds: float, left_s: float) -> None:
+        """A run is on disk; all others take about `left_s`."""
+
+    def on_note(self, note: str) -> None:
+        """Something the user should know."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calibration:
+    """One calibration: what is sampled, and with which settings."""
+
+    loaded: LoadedModel
+    policy: KVPolicy
+    prompts: list[Prompt]
+    sampling: Sampling
+    engine: EngineConfig
+    config: CalibrationConfig
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest context that a sample can reach."""
+        return longest_context(self.prompts, self.sampling, self.loaded.context)
+
+    @property
+    def budgets(self) -> list[int]:
+        return self.config.grid(self.policy, self.longest, self.engine.page_size)
+
+    def sampled(self) -> dict[str, Any]:
+        """Everything that decides the runs; what is made of them is free to change."""
+        policy = {key: value for key, value in policy_record(self.policy).items() if key not in ("budget", "schedule")}
+        ids = json.dumps([prompt.ids for prompt in self.prompts])
+        return {
+            "kv": policy,
+            "prompts": len(self.prompts),
+            "prompts_digest": hashlib.sha256(ids.encode()).hexdigest()[:16],
+            "sampling": {name: getattr(self.sampling, name) for name in ("n", "max_tokens", "temperature", "seed")},
+            "page_size": self.engine.page_size,
+            "dtype": str(self.loaded.model.dtype).removeprefix("torch."),
+        }
+
+
+def longest_context(prompts: list[Prompt], sampling: Sampling, context: int) -> int:
+    return min(context, max(len(prompt.ids) for prompt in prompts) + sampling.max_tokens)
+
+
+def calibrate(
+    calibration: Calibration,
+    output: str | Path,
+    *,
+    named: dict[str, Any] | None = None,
+    resume: bool = False,
+    observer: CalibrationObserver | None = None,
+) -> dict[str, Any]:
+    """Run what is not on disk yet; the contents of results.json, which lies in the folder with schedule.json.
+
+    named: what else says which model and prompts these are; on a resume it must be the same
+    """
+    folder, observer = Path(output), observer or CalibrationObserver()
+    budgets = calibration.budgets
+    check_folder(folder, resume=resume)
+    (folder / "runs").mkdir(parents=True, exist_ok=True)
+    with lock(folder, "calibrating"):
+        record = _record(folder, calibration, named or {})
+        runs = _Runs(folder, calibration, observer, budgets)
+        results = record | analyse(runs.floor(), {budget: runs.at(budget) for budget in budgets}, calibration.config)
+        results["settings"] = asdict(calibration.config)
+        schedule = Schedule(**{key: tuple(results["schedule"][key]) for key in ("starts", "budgets")})
+        if calibration.config.verify:
+            results["verified"] = _described(runs.of_schedule(schedule), results["bins"], calibration.config)
+            results["notes"] += _broken_promises(results)
+        for note in results["notes"]:
+            observer.on_note(note)
+        write_whole(folder / "results.json", json.dumps(results, indent=1, allow_nan=False) + "\n")
+        told = {key: results[key] for key in ("model", "kv", "hardware", "commit", "finished") if key in results}
+        asked = {key: results["settings"][key] for key in ("target", "relative", "overlap", "tail", "tokens", "bin")}
+        save(schedule, folder / "schedule.json", **told, **asked)
+    return results
+
+
+def check_folder(folder: Path, *, resume: bool) -> None:
+    """Refuse to mix two calibrations, or to go on with none."""
+    if (folder / RECORD).is_file():
+        if not resume:
+            raise ValueError(f"{folder} has a calibration in it; go on with it (--resume), or give another --output.")
+    elif folder.exists() and (not folder.is_dir() or any(not path.name.startswith(".") for path in folder.iterdir())):
+        if not resume or {path.name for path in folder.iterdir()} - {"runs", ".lock"}:
+            raise ValueError(f"{folder} has something else than a calibration in it; give another --output.")
+    elif resume and not folder.exists():
+        raise ValueError(f"there is no calibration to resume in {folder}; leave out --resume.")
+
+
+def _record(folder: Path, calibration: Calibration, named: dict[str, Any]) -> dict[str, Any]:
+    """What calibration.json says, the first start's; refuses to go on with other weights, prompts or sampling."""
+    path = folder / RECORD
+    sampled = json.loads(json.dumps({**named, **calibration.sampled()}))
+    if path.is_file():
+        try:
+            before: dict[str, Any] = json.loads(path.read_text())
+            changed = differences(before["sampled"], sampled)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{path} is damaged; give another --output.") from error
+        if changed:
+            raise ValueError(
+                f"{folder} was calibrated with other settings: {'; '.join(changed)}; resume with those, or give "
+                "another --output."
+            )
+        found = before
+    else:
+        found = {
+            "command": command(),
+            "sampled": sampled,
+            **provenance(calibration.loaded.shape.device),
+            "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        }
+        write_whole(path, json.dumps(found, indent=1) + "\n")
+    return {**found, **sampled, "finished": datetime.now(UTC).isoformat(timespec="seconds")}
+
+
+class _Runs:
+    """The runs of a calibration, from disk where they are there."""
+
+    def __init__(
+        self, folder: Path, calibration: Calibration, observer: CalibrationObserver, budgets: list[int]
+    ) -> None:
+        self.folder, self.calibration, self.observer = folder / "runs", calibration, observer
+        self.memory, self.spent, self.made = Memory(), 0.0, 0
+        names = ["full", *(f"{budget:05}" for budget in budgets)]
+        done = sum((self.folder / f"{name}.npz").is_file() for name in names)
+        self.left = len(names) - done + calibration.config.verify
+        observer.on_begin(names, done)
+
+    def floor(self) -> Tokens:
+        return self._run("full", Full())
+
+    def at(self, budget: int) -> Tokens:
+        return self._run(f"{budget:05}", with_budget(self.calibration.policy, budget))
+
+    def of_schedule(self, schedule: Schedule) -> Tokens:
+        """A file a schedule, since a policy reads its file once a process."""
+        text = json.dumps(asdict(schedule))
+        name = f"schedule-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+        path = self.folder / f"{name}.json"
+        save(schedule, path)
+        return self._run(name, with_budget(self.calibration.policy, str(path)))
+
+    def _run(self, name: str, policy: KVPolicy) -> Tokens:
+        path, asked = self.folder / f"{name}.npz", self.calibration
+        found = Tokens.load(path)
+        if found is not None:
+            return found
+        began, rollouts = time.perf_counter(), len(asked.prompts) * asked.sampling.n
+        device = asked.loaded.shape.device
+
+        def step(before: int, progress: Progress) -> None:
+            self.observer.on_step(name, before + progress.num_finished, rollouts, progress)
+
+        found = probe(asked.loaded, policy, asked.prompts, asked.sampling, asked.engine, self.memory, on_step=step)
+        found.save(path)
+        if device.type == "cuda":
+            free(device)
+        seconds = time.perf_counter() - began
+        self.spent, self.made, self.left = self.spent + seconds, self.made + 1, max(0, self.left - 1)
+        self.observer.on_run(name, seconds, self.left * self.spent / self.made)
+        return found
+
+
+def analyse(floor: Tokens, runs: dict[int, Tokens], config: CalibrationConfig) -> dict[str, Any]:
+    """Statistics of all runs, and the schedule that they give."""
+    budgets = sorted(runs)
+    chosen = floor.entropy > config.entropy if config.tokens == "decision" else np.ones(len(floor.contexts), dtype=bool)
+    counts = np.bincount(floor.contexts[chosen] // config.bin) if chosen.any() else np.zeros(1, dtype=int)
+    bins = pool_bins(counts.tolist(), config.bin, config.min_tokens)
+    if counts.sum() < config.min_tokens:
+        raise ValueError(
+            f"the dense cache sampled {counts.sum():,} {config.tokens} tokens, fewer than min_tokens "
+            f"({config.min_tokens:,}); give more prompts, more samples (--n), or lower min_tokens."
+        )
+    dense = _described(floor, bins, config)
+    found = {budget: _described(runs[budget], bins, config) for budget in budgets}
+    tails = np.array([tail_row(found[budget], config) for budget in budgets])
+    floors = tail_row(dense, config)
+    fitted = cheapest(tails, budgets, [start for start, _ in bins], targets(config, floors))
+    others = {}
+    for target in STUDIED:
+        other = cheapest(tails, budgets, [start for start, _ in bins], targets(config, floors, target))
+        others[f"{target:.2f}"] = {**asdict(other.schedule), "met": list(other.met)}
+    return {
+        "bins": bins,
+        "floor": dense,
+        "budgets": budgets,
+        "runs": [{"budget": budget, **found[budget]} for budget in budgets],
+        "targets": targets(config, floors),
+        "schedule": {**asdict(fitted.schedule), "met": list(fitted.met)},
+        "studied": others,
+        "notes": _notes(fitted, bins, tails, floors, config),
+    }
+
+
+def _described(tokens: Tokens, bins: list[tuple[int, int]], config: CalibrationConfig) -> dict[str, Any]:
+    least = max(20, config.min_tokens // 2)  # a sparse sampler's answers are not as long as the dense one's
+    return describe(tokens, bins, entropy=config.entropy, bootstrap=config.bootstrap, least=least)
+
+
+def tail_row(run: dict[str, Any], config: CalibrationConfig) -> list[float]:
+    """The statistic that is asked for, of each bin; nan where a bin has too few tokens."""
+    groups = (each[config.overlap][config.tokens] for each in run["bins"])
+    return [float("nan") if group is None else group[config.tail] for group in groups]
+
+
+def targets(config: CalibrationConfig, floors: list[float], target: float | None = None) -> list[float]:
+    """What each bin's tail must reach."""
+    target = config.target if target is None else target
+    return [target * floor if config.relative else target for floor in floors]
+
+
+def _notes(
+    found: Found, bins: list[tuple[int, int]], tails: np.ndarray, floors: list[float], config: CalibrationConfig
+) -> list[str]:
+    notes = []
+    short = [f"{start}-{end}" for (start, end), met in zip(bins, found.met, strict=True) if not met]
+    if short:
+        lowest = np.nanmin(floors) if not np.isnan(floors).all() else float("nan")
+        notes.append(
+            f"no budget meets the target in the contexts {', '.join(short)}, where the largest is taken; the dense "
+            f"cache's own tail is as low as {lowest:.3f}. Lower the target, try larger budgets, or give relative."
+        )
+    known = tails[~np.isnan(tails)]
+    if len(known) and known.min() >= max(targets(config, floors)):
+        notes.append(
+            f"every budget meets the target: {config.tail} over {config.tokens} tokens does not tell them apart here. "
+            "Look at the curves; ask more of it (tail p01, tokens decision, a higher target), or try smaller budgets."
+        )
+    return notes
+
+
+def _broken_promises(results: dict[str, Any]) -> list[str]:
+    """Where the schedule, run as it is, holds less than its budgets did one by one."""
+    config = CalibrationConfig(**{**results["settings"], "budgets": tuple(results["settings"]["budgets"])})
+    held, notes = tail_row(results["verified"], config), []
+    for (start, end), tail, target in zip(results["bins"], held, results["targets"], strict=True):
+        if tail < target - 0.03:
+            notes.append(
+                f"run as a schedule, the tail in contexts {start}-{end} is {tail:.3f}, {target - tail:.3f} below its "
+                "target: what was evicted at shorter contexts is missing. Give the next larger budget there."
+            )
+    return notes
+
