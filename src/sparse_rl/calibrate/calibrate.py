@@ -3,7 +3,7 @@
 
     the dense cache (the floor), then each budget of a grid: sample -> dense pass -> runs/00512.npz
     statistics by context length -> per bin the cheapest budget whose tail meets the target -> schedule.json
-    the schedule itself, as one more run: what it holds in fact
+    the schedule itself, as one more run: what it holds in fact, raised where that is too little
 
 A run is a function of the weights, the prompts and the settings, and is on disk whole or not at all. So a calibration
 that was killed goes on where it was, and another target, tail or bin is found from the same runs.
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import time
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -21,10 +22,10 @@ from typing import Any, Literal
 
 import numpy as np
 
-from sparse_rl.calibrate.search import Found, budget_grid, cheapest, pool_bins, possible, with_budget
+from sparse_rl.calibrate.search import Found, budget_grid, cheapest, pool_bins, possible, raise_budgets, with_budget
 from sparse_rl.calibrate.statistics import GROUPS, SCALES, TAILS, describe
 from sparse_rl.calibrate.tokens import Tokens, probe
-from sparse_rl.kv import Full, KVPolicy, policy_record
+from sparse_rl.kv import EvictPolicy, Full, KVPolicy, policy_record
 from sparse_rl.kv.schedule import Schedule, save
 from sparse_rl.model.load import LoadedModel
 from sparse_rl.rollout import EngineConfig, Progress, Sampling
@@ -33,6 +34,7 @@ from sparse_rl.runfolder import command, differences, lock, provenance, write_wh
 from sparse_rl.types import Prompt
 
 RECORD = "calibration.json"
+TOLERANCE = 0.03  # below the target that a schedule may fall when it is run, before its budgets are raised
 STUDIED = (0.75, 0.80, 0.86, 0.92)  # targets whose schedules are shown beside one's own
 
 
@@ -54,7 +56,7 @@ class CalibrationConfig:
     bin: tokens of a bin of context length
     min_tokens: tokens a bin must have; one with fewer is pooled with the next
     bootstrap: resamples of the rollouts for 95 % intervals; 0 leaves them out
-    verify: sample once more with the schedule itself
+    verify: times the schedule itself is run; where it falls short its budgets rise; 0 leaves it as the grid has it
     """
 
     budgets: tuple[int, ...] = ()
@@ -71,10 +73,10 @@ class CalibrationConfig:
     bin: int = 2000
     min_tokens: int = 2000
     bootstrap: int = 200
-    verify: bool = True
+    verify: int = 6
 
     def __post_init__(self) -> None:
-        for name, least in (("num_budgets", 1), ("page", 1), ("bin", 1), ("min_tokens", 20), ("bootstrap", 0)):
+        for name, least in (("num_budgets", 1), ("page", 1), ("bin", 1), ("min_tokens", 20), ("bootstrap", 0), ("verify", 0)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least {least}.")
         for name in ("lowest", "highest"):
@@ -187,8 +189,7 @@ def calibrate(
         results["settings"] = asdict(calibration.config)
         schedule = Schedule(**{key: tuple(results["schedule"][key]) for key in ("starts", "budgets")})
         if calibration.config.verify:
-            results["verified"] = _described(runs.of_schedule(schedule), results["bins"], calibration.config)
-            results["notes"] += _broken_promises(results)
+            schedule = _verified(schedule, runs, results, calibration)
         for note in results["notes"]:
             observer.on_note(note)
         write_whole(folder / "results.json", json.dumps(results, indent=1, allow_nan=False) + "\n")
@@ -247,7 +248,7 @@ class _Runs:
         self.memory, self.spent, self.made = Memory(), 0.0, 0
         names = ["full", *(f"{budget:05}" for budget in budgets)]
         done = sum((self.folder / f"{name}.npz").is_file() for name in names)
-        self.left = len(names) - done + calibration.config.verify
+        self.left = len(names) - done + (calibration.config.verify > 0)
         observer.on_begin(names, done)
 
     def floor(self) -> Tokens:
@@ -354,15 +355,30 @@ def _notes(
     return notes
 
 
-def _broken_promises(results: dict[str, Any]) -> list[str]:
-    """Where the schedule, run as it is, holds less than its budgets did one by one."""
-    config = CalibrationConfig(**{**results["settings"], "budgets": tuple(results["settings"]["budgets"])})
-    held, notes = tail_row(results["verified"], config), []
-    for (start, end), tail, target in zip(results["bins"], held, results["targets"], strict=True):
-        if tail < target - 0.03:
-            notes.append(
-                f"run as a schedule, the tail in contexts {start}-{end} is {tail:.3f}, {target - tail:.3f} below its "
-                "target: what was evicted at shorter contexts is missing. Give the next larger budget there."
-            )
-    return notes
+def _verified(schedule: Schedule, runs: _Runs, results: dict[str, Any], calibration: Calibration) -> Schedule:
+    """The schedule, run as it is; raised, and run again, as long as it holds less than the target.
 
+    What was evicted at short contexts is missing at longer ones, so a budget that holds a bin from the beginning may not
+    hold it after smaller ones.
+    """
+    config, bins, tried = calibration.config, results["bins"], []
+    starts, evicts = [start for start, _ in bins], isinstance(calibration.policy, EvictPolicy)
+    for rounds_left in range(config.verify - 1, -1, -1):
+        results["verified"] = _described(runs.of_schedule(schedule), bins, config)
+        held = tail_row(results["verified"], config)
+        short = [i for i, target in enumerate(results["targets"]) if held[i] < target - TOLERANCE]
+        tried.append({**asdict(schedule), "tails": [None if math.isnan(tail) else tail for tail in held]})
+        if not short:
+            break
+        raised = raise_budgets(schedule, starts, results["budgets"], short[0], before=evicts)
+        if not rounds_left or raised == schedule:
+            names = ", ".join("{}-{}".format(*bins[i]) for i in short)
+            results["notes"].append(
+                f"run as it is, the schedule's tail is below the target by more than {TOLERANCE} in the contexts "
+                f"{names}; give more rounds (verify), more tokens, or a larger budget there."
+            )
+            break
+        schedule = raised
+    results["schedule"] = {**asdict(schedule), "met": results["schedule"]["met"]}
+    results["tried"] = tried
+    return schedule

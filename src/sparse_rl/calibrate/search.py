@@ -110,6 +110,25 @@ def cheapest(
         least = holding[0] if holding else len(budgets) - 1 if known else least
         chosen.append(budgets[least])
         met.append(bool(holding))
+    return Found(schedule=_steps(starts, chosen), met=tuple(met))
+
+
+def raise_budgets(
+    schedule: Schedule, starts: Sequence[int], budgets: Sequence[int], short: int, *, before: bool
+) -> Schedule:
+    """One step of the grid more for a schedule that holds too little in bin number `short`.
+
+    before: raise the smaller budgets of the bins before it, if there are any, since what they dropped is missing there
+    """
+    own = [schedule.at(start) for start in starts]
+    smaller = [i for i in range(short) if own[i] < own[short]] if before else []
+    for i in smaller or [short]:
+        own[i] = next((budget for budget in budgets if budget > own[i]), own[i])
+    raised = np.maximum.accumulate(own).tolist()
+    return _steps(starts, raised)
+
+
+def _steps(starts: Sequence[int], chosen: Sequence[int]) -> Schedule:
+    """A budget a bin as a schedule, its equal neighbours as one step; it begins at context 0."""
     firsts = [i for i in range(len(chosen)) if i == 0 or chosen[i] != chosen[i - 1]]
-    schedule = Schedule(tuple(0 if i == 0 else starts[i] for i in firsts), tuple(chosen[i] for i in firsts))
-    return Found(schedule=schedule, met=tuple(met))
+    return Schedule(tuple(0 if i == 0 else starts[i] for i in firsts), tuple(chosen[i] for i in firsts))
