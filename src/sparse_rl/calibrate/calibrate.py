@@ -45,7 +45,7 @@ class CalibrationConfig:
     budgets: to try; if none are given, num_budgets from lowest to highest
     num_budgets: how many, each the same factor above the one before; fewer where pages are too coarse
     lowest: smallest budget to try; a 64th of the longest context if not given, or what the policy can do
-    highest: largest budget to try; the longest context if not given
+    highest: largest budget to try; the longest context that the dense cache came to, if not given
     page: budgets are multiples of this many entries
     target: overlap that the tail must reach; 0.86 is Sparrow's, on the scale top20
     relative: the target is a share of the dense cache's own tail instead; Sparrow's 0.86 is 0.915 of its floor
@@ -115,8 +115,8 @@ class CalibrationConfig:
 class CalibrationObserver:
     """Sees nothing; subclasses do."""
 
-    def on_begin(self, runs: list[str], done: int) -> None:
-        """`done` of the runs are on disk from before."""
+    def on_begin(self, budgets: list[int], done: int) -> None:
+        """The dense cache is measured; `done` of the budgets are on disk from before."""
 
     def on_step(self, run: str, finished: int, rollouts: int, progress: Progress) -> None:
         """After a decode step of a run."""
@@ -144,9 +144,9 @@ class Calibration:
         """Tokens of the longest context that a sample can reach."""
         return longest_context(self.prompts, self.sampling, self.loaded.context)
 
-    @property
-    def budgets(self) -> list[int]:
-        return self.config.grid(self.policy, self.longest, self.engine.page_size)
+    def budgets(self, longest: int | None = None) -> list[int]:
+        """To be tried, for contexts of at most `longest` tokens."""
+        return self.config.grid(self.policy, longest or self.longest, self.engine.page_size)
 
     def sampled(self) -> dict[str, Any]:
         """Everything that decides the runs; what is made of them is free to change."""
@@ -179,13 +179,16 @@ def calibrate(
     named: what else says which model and prompts these are; on a resume it must be the same
     """
     folder, observer = Path(output), observer or CalibrationObserver()
-    budgets = calibration.budgets
+    calibration.budgets()  # what is wrong with them is said before the work
     check_folder(folder, resume=resume)
     (folder / "runs").mkdir(parents=True, exist_ok=True)
     with lock(folder, "calibrating"):
         record = _record(folder, calibration, named or {})
-        runs = _Runs(folder, calibration, observer, budgets)
-        results = record | analyse(runs.floor(), {budget: runs.at(budget) for budget in budgets}, calibration.config)
+        runs = _Runs(folder, calibration, observer)
+        floor = runs.floor()
+        budgets = calibration.budgets(int(floor.contexts.max()) + 1)
+        runs.begin(budgets)
+        results = record | analyse(floor, {budget: runs.at(budget) for budget in budgets}, calibration.config)
         results["settings"] = asdict(calibration.config)
         schedule = Schedule(**{key: tuple(results["schedule"][key]) for key in ("starts", "budgets")})
         if calibration.config.verify:
@@ -241,15 +244,15 @@ def _record(folder: Path, calibration: Calibration, named: dict[str, Any]) -> di
 class _Runs:
     """The runs of a calibration, from disk where they are there."""
 
-    def __init__(
-        self, folder: Path, calibration: Calibration, observer: CalibrationObserver, budgets: list[int]
-    ) -> None:
+    def __init__(self, folder: Path, calibration: Calibration, observer: CalibrationObserver) -> None:
         self.folder, self.calibration, self.observer = folder / "runs", calibration, observer
-        self.memory, self.spent, self.made = Memory(), 0.0, 0
-        names = ["full", *(f"{budget:05}" for budget in budgets)]
-        done = sum((self.folder / f"{name}.npz").is_file() for name in names)
-        self.left = len(names) - done + (calibration.config.verify > 0)
-        observer.on_begin(names, done)
+        self.memory, self.spent, self.made, self.left = Memory(), 0.0, 0, 1
+
+    def begin(self, budgets: list[int]) -> None:
+        """Now that the dense cache's run says which budgets there are to try."""
+        done = sum((self.folder / f"{budget:05}.npz").is_file() for budget in budgets)
+        self.left = len(budgets) - done + (self.calibration.config.verify > 0)
+        self.observer.on_begin(budgets, done)
 
     def floor(self) -> Tokens:
         return self._run("full", Full())

@@ -22,6 +22,7 @@ from sparse_rl.objective.mismatch import CATASTROPHIC
 SCALES = ("top20", "lower")
 GROUPS = ("all", "decision")
 TAILS = {"p01": 0.01, "p05": 0.05, "mean": None}
+BARS = 40  # of the histogram of imperfect tokens, over [0, 0.999]
 LEVELS = 1000  # steps of overlap that intervals are found to
 
 
@@ -88,6 +89,7 @@ def _group(values: np.ndarray, rollouts: np.ndarray, counts_NR: np.ndarray) -> d
         **{name: quantile(values, at) for name, at in TAILS.items() if at is not None},
         **intervals(values, rollouts, counts_NR),
         "perfect": float((values > PERFECT).mean()),
+        "histogram": np.histogram(values[values <= PERFECT], BARS, (0.0, PERFECT))[0].tolist(),
         "beta": beta,
     }
 
