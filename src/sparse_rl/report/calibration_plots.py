@@ -97,14 +97,16 @@ def _imperfect(axes: Axes, results: Results) -> None:
     axes.set_title(f"Imperfect tokens, contexts {start}-{end}")
     axes.set_xlabel("overlap")
     axes.set_yscale("log")
+    axes.set_ylim(1e-3, 1e2)
 
 
 def _by_context(axes: Axes, results: Results) -> None:
     """Figures 2(b) and 4(a)."""
-    x = _middles(results)
-    for run, colour in zip(_some(results["runs"]), COLOURS, strict=False):
+    x, floor = _middles(results), tails(results["floor"], results)
+    apart = [run for run in results["runs"] if np.nanmax(np.subtract(floor, tails(run, results)), initial=0.0) > 0.01]
+    for run, colour in zip(_some(apart or results["runs"]), COLOURS, strict=False):
         axes.plot(x, tails(run, results), color=colour, marker="o", label=f"{run['budget']}")
-    axes.plot(x, tails(results["floor"], results), color=INK, ls="--", marker="s", label="dense")
+    axes.plot(x, floor, color=INK, ls="--", marker="s", label="dense")
     axes.plot(x, results["targets"], color=INK, ls=":", label="target")
     axes.set_title(f"{asked(results)}, by context")
     axes.set_xlabel("context, tokens")
