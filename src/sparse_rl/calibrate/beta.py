@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A scaled Beta distribution over the tokens whose overlap is not perfect, and the tail it gives in closed form.
 
-    overlap > 0.999 for a share pi of the tokens, else 0.999 Beta(a, b)
-    P05 = 0.999 BetaInv(0.05 / (1 - pi); a, b)       with fewer than 5 % imperfect tokens it lies above 0.999
+overlap > 0.999 for a share pi of the tokens, else 0.999 Beta(a, b)
+P05 = 0.999 BetaInv(0.05 / (1 - pi); a, b)       with fewer than 5 % imperfect tokens it lies above 0.999
 """
 
 from __future__ import annotations

@@ -22,7 +22,16 @@ from typing import Any, Literal
 
 import numpy as np
 
-from sparse_rl.calibrate.search import Found, budget_grid, cheapest, pool_bins, possible, raise_budgets, with_budget
+from sparse_rl.calibrate.search import (
+    Found,
+    budget_grid,
+    cheapest,
+    check_policy,
+    pool_bins,
+    possible,
+    raise_budgets,
+    with_budget,
+)
 from sparse_rl.calibrate.statistics import GROUPS, SCALES, TAILS, describe
 from sparse_rl.calibrate.tokens import Tokens, probe
 from sparse_rl.kv import EvictPolicy, Full, KVPolicy, policy_record
@@ -76,7 +85,14 @@ class CalibrationConfig:
     verify: int = 6
 
     def __post_init__(self) -> None:
-        for name, least in (("num_budgets", 1), ("page", 1), ("bin", 1), ("min_tokens", 20), ("bootstrap", 0), ("verify", 0)):
+        for name, least in (
+            ("num_budgets", 1),
+            ("page", 1),
+            ("bin", 1),
+            ("min_tokens", 20),
+            ("bootstrap", 0),
+            ("verify", 0),
+        ):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least {least}.")
         for name in ("lowest", "highest"):
@@ -97,10 +113,13 @@ class CalibrationConfig:
 
     def grid(self, policy: KVPolicy, longest: int, page_size: int) -> list[int]:
         """The budgets to try for contexts of at most `longest` tokens."""
+        check_policy(policy)
         for budget in self.budgets:
             if not possible(policy, budget, page_size):
                 with_budget(policy, budget)  # says why
-                raise ValueError(f"budget {budget} is less than the pages {policy.name} always reads; give a larger one.")
+                raise ValueError(
+                    f"budget {budget} is less than the pages {policy.name} always reads; give a larger one."
+                )
         return sorted(self.budgets) or budget_grid(
             policy,
             longest,

@@ -55,9 +55,13 @@ def possible(policy: KVPolicy, budget: int, page_size: int) -> bool:
     return True
 
 
-def with_budget(policy: KVPolicy, budget: int | str) -> KVPolicy:
+def check_policy(policy: KVPolicy) -> None:
     if not hasattr(policy, "budget"):
         raise ValueError(f"{policy.name!r} has no budget to calibrate; choose a policy that has one, such as rkv.")
+
+
+def with_budget(policy: KVPolicy, budget: int | str) -> KVPolicy:
+    check_policy(policy)
     settings: dict[str, Any] = {"budget": budget}
     return replace(policy, **settings)
 

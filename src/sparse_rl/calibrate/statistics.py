@@ -59,9 +59,7 @@ def veto(tokens: Tokens) -> dict[str, float]:
     }
 
 
-def _bin(
-    tokens: Tokens, span: tuple[int, int], entropy: float, counts_NR: np.ndarray, least: int
-) -> dict[str, Any]:
+def _bin(tokens: Tokens, span: tuple[int, int], entropy: float, counts_NR: np.ndarray, least: int) -> dict[str, Any]:
     inside = (tokens.contexts >= span[0]) & (tokens.contexts < span[1])
     groups = {"all": inside, "decision": inside & (tokens.entropy > entropy)}
     found: dict[str, Any] = {

@@ -93,7 +93,10 @@ def _parser() -> ArgumentParser:
     parser.add_argument("--config", action="config", help="YAML file with any of these settings")
     add_model(parser, default="embedded")
     parser.add_argument(
-        "--kv", type=str, default="rkv", help="the policy: rkv, snapkv:interval=16, ...; its budget is what is looked for"
+        "--kv",
+        type=str,
+        default="rkv",
+        help="the policy: rkv, snapkv:interval=16, ...; its budget is what is looked for",
     )
     parser.add_argument("--prompts", type=str | None, default=None, help="file of prompts, or hub:NAME")
     parser.add_argument("--benchmarks", nargs="+", type=str, default=[], help="problems of benchmarks as prompts")
@@ -235,12 +238,16 @@ def _dry_run(
     budgets = config.grid(policy, longest, engine.page_size)
     room = sum(sampling.n * min(sampling.max_tokens, reader.context - len(prompt.ids)) for prompt in prompts)
     print(f"{settings.model} with {policy.name}: {len(prompts)} prompts x {sampling.n} samples a run")
-    print(f"contexts of at most {longest:,} tokens, in bins of {config.bin:,}: {-(-longest // config.bin)} bins at most")
+    print(
+        f"contexts of at most {longest:,} tokens, in bins of {config.bin:,}: {-(-longest // config.bin)} bins at most"
+    )
     print(f"{len(budgets)} budgets at most: {', '.join(map(str, budgets))}")
     if not config.budgets and config.highest is None:
         print("  (they end at the longest context that the dense cache comes to, which the first run tells)")
     once = f" and at most {config.verify} runs of the schedule" if config.verify else ""
-    print(f"{1 + len(budgets)} runs{once}, each at most {room:,} tokens; engine.rows {engine.rows} on {settings.device}")
+    print(
+        f"{1 + len(budgets)} runs{once}, each at most {room:,} tokens; engine.rows {engine.rows} on {settings.device}"
+    )
     share = " of the dense cache's own" if config.relative else ""
     print(f"target: {config.tail} of {config.overlap} overlap over {config.tokens} tokens, {config.target}{share}")
 

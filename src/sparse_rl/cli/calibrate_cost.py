@@ -205,9 +205,6 @@ def _measure(settings: Namespace, policy: KVPolicy, reading: Reading) -> dict[st
     machine = Machine(name=hardware(device), bandwidth=bandwidth, flops=flops)
     with ProgressLine() as line:
 
-        def say(text: str) -> None:
-            line.print(f"sparse-rl: {text}")
-
         def timed(kv: KVPolicy, context: int) -> tuple[float, np.ndarray]:
             line.print(f"sparse-rl: {kv.name} at {context:,} tokens")
             seconds, mean = time_step(config, kv, engine, dtype, context, say=lambda _: None, show=line.show)

@@ -74,7 +74,13 @@ def schedule_table(results: Results) -> tuple[list[str], list[list[str]]]:
         budget = schedule.at(start)
         place = budgets.index(budget)
         cheaper = by_budget[budgets[place - 1]][i] if place else math.nan
-        numbers = (results["targets"][i], by_budget[budget][i], cheaper, verified[i] if verified else math.nan, floor[i])
+        numbers = (
+            results["targets"][i],
+            by_budget[budget][i],
+            cheaper,
+            verified[i] if verified else math.nan,
+            floor[i],
+        )
         rows.append([f"{start}-{end}", str(budget), *(_shown(number) for number in numbers)])
     return head, rows
 

@@ -151,7 +151,11 @@ def _schedules(axes: Axes, results: Results) -> None:
     drawn["this schedule"] = (results["schedule"], {"color": INK, "lw": 2})
     for label, (found, look) in drawn.items():
         axes.plot(
-            [*found["starts"], end], [*found["budgets"], found["budgets"][-1]], drawstyle="steps-post", label=label, **look
+            [*found["starts"], end],
+            [*found["budgets"], found["budgets"][-1]],
+            drawstyle="steps-post",
+            label=label,
+            **look,
         )
     axes.plot([0, end], [0, end], color=INK, ls=":", lw=1, label="dense")
     axes.set_ylim(0, 1.1 * max(max(found["budgets"]) for found, _ in drawn.values()))
