@@ -11,7 +11,7 @@ import pytest
 from test_train_cli import run
 
 from sparse_rl.calibrate import Calibration, CalibrationConfig, CalibrationObserver, calibrate
-from sparse_rl.calibrate.calibrate import tail_row
+from sparse_rl.calibrate.analysis import tail_row
 from sparse_rl.evaluate.plan import parse_cache
 from sparse_rl.kv import RKV
 from sparse_rl.kv.schedule import Schedule
@@ -195,13 +195,13 @@ def test_the_cost_model_is_checked_on_this_machine():
 @pytest.mark.timeout(600)  # under a minute where the processor is its own
 def test_the_embedded_model_s_schedule_holds_its_target(tmp_path):
     """The tail by budget is a curve that rises, and the schedule sits where it crosses the target."""
-    config = CalibrationConfig(page=8, lowest=24, highest=120, num_budgets=9, bin=60, min_tokens=600, bootstrap=50)
+    config = CalibrationConfig(page=8, lowest=24, highest=96, num_budgets=8, bin=60, min_tokens=600, bootstrap=50)
     asked = Calibration(
         loaded=load("embedded"),
         policy=RKV(interval=8),
-        prompts=Chain().stream(0, 64, 0),
+        prompts=Chain().stream(0, 48, 0),
         sampling=Sampling(n=1, max_tokens=195),
-        engine=EngineConfig(rows=64),
+        engine=EngineConfig(rows=48),
         config=config,
     )
     results = calibrate(asked, tmp_path)

@@ -18,21 +18,11 @@ import time
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-import numpy as np
-
-from sparse_rl.calibrate.search import (
-    Found,
-    budget_grid,
-    cheapest,
-    check_policy,
-    pool_bins,
-    possible,
-    raise_budgets,
-    with_budget,
-)
-from sparse_rl.calibrate.statistics import GROUPS, SCALES, TAILS, describe
+from sparse_rl.calibrate.analysis import analyse, described, tail_row
+from sparse_rl.calibrate.config import CalibrationConfig
+from sparse_rl.calibrate.search import raise_budgets, with_budget
 from sparse_rl.calibrate.tokens import Tokens, probe
 from sparse_rl.kv import EvictPolicy, Full, KVPolicy, policy_record
 from sparse_rl.kv.schedule import Schedule, save
@@ -44,91 +34,6 @@ from sparse_rl.types import Prompt
 
 RECORD = "calibration.json"
 TOLERANCE = 0.03  # below the target that a schedule may fall when it is run, before its budgets are raised
-STUDIED = (0.75, 0.80, 0.86, 0.92)  # targets whose schedules are shown beside one's own
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CalibrationConfig:
-    """Which budgets are tried, and what is asked of them.
-
-    budgets: to try; if none are given, num_budgets from lowest to highest
-    num_budgets: how many, each the same factor above the one before; fewer where pages are too coarse
-    lowest: smallest budget to try; a 64th of the longest context if not given, or what the policy can do
-    highest: largest budget to try; the longest context that the dense cache came to, if not given
-    page: budgets are multiples of this many entries
-    target: overlap that the tail must reach; 0.86 is Sparrow's, on the scale top20
-    relative: the target is a share of the dense cache's own tail instead; Sparrow's 0.86 is 0.915 of its floor
-    overlap: scale: top20 (over tokens in both top 20, Sparrow's) or lower (over the sampler's top, exact up to 4096 ids)
-    tail: statistic of a bin that must meet the target: p05, p01 or mean
-    tokens: over which tokens: all, or decision (dense entropy above the threshold)
-    entropy: threshold of decision tokens in nats; 0.69 is a fair coin's
-    bin: tokens of a bin of context length
-    min_tokens: tokens a bin must have; one with fewer is pooled with the next
-    bootstrap: resamples of the rollouts for 95 % intervals; 0 leaves them out
-    verify: times the schedule itself is run; where it falls short its budgets rise; 0 leaves it as the grid has it
-    """
-
-    budgets: tuple[int, ...] = ()
-    num_budgets: int = 18
-    lowest: int | None = None
-    highest: int | None = None
-    page: int = 16
-    target: float = 0.86
-    relative: bool = False
-    overlap: Literal["top20", "lower"] = "top20"
-    tail: Literal["p05", "p01", "mean"] = "p05"
-    tokens: Literal["all", "decision"] = "all"
-    entropy: float = 0.69
-    bin: int = 2000
-    min_tokens: int = 2000
-    bootstrap: int = 200
-    verify: int = 6
-
-    def __post_init__(self) -> None:
-        for name, least in (
-            ("num_budgets", 1),
-            ("page", 1),
-            ("bin", 1),
-            ("min_tokens", 20),
-            ("bootstrap", 0),
-            ("verify", 0),
-        ):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least {least}.")
-        for name in ("lowest", "highest"):
-            given = getattr(self, name)
-            if given is not None and given < 1:
-                raise ValueError(f"{name} is {given}; it must be at least 1.")
-        if self.lowest is not None and self.highest is not None and self.lowest > self.highest:
-            raise ValueError(f"lowest is {self.lowest}, above highest, {self.highest}; exchange them.")
-        if not 0.0 < self.target < 1.0:
-            raise ValueError(f"target is {self.target}; it must lie between 0 and 1, as 0.86 does.")
-        if self.entropy < 0:
-            raise ValueError(f"entropy is {self.entropy}; it must be at least 0.")
-        for name, choices in (("overlap", SCALES), ("tail", tuple(TAILS)), ("tokens", GROUPS)):
-            if getattr(self, name) not in choices:
-                raise ValueError(f"{name} is {getattr(self, name)!r}; choose one of {', '.join(choices)}.")
-        if any(budget < 1 for budget in self.budgets) or len({*self.budgets}) < len(self.budgets):
-            raise ValueError(f"budgets are {', '.join(map(str, self.budgets))}; give each once, from 1 on.")
-
-    def grid(self, policy: KVPolicy, longest: int, page_size: int) -> list[int]:
-        """The budgets to try for contexts of at most `longest` tokens."""
-        check_policy(policy)
-        for budget in self.budgets:
-            if not possible(policy, budget, page_size):
-                with_budget(policy, budget)  # says why
-                raise ValueError(
-                    f"budget {budget} is less than the pages {policy.name} always reads; give a larger one."
-                )
-        return sorted(self.budgets) or budget_grid(
-            policy,
-            longest,
-            count=self.num_budgets,
-            page=self.page,
-            page_size=page_size,
-            lowest=self.lowest,
-            highest=self.highest,
-        )
 
 
 class CalibrationObserver:
@@ -308,85 +213,16 @@ class _Runs:
         return found
 
 
-def analyse(floor: Tokens, runs: dict[int, Tokens], config: CalibrationConfig) -> dict[str, Any]:
-    """Statistics of all runs, and the schedule that they give."""
-    budgets = sorted(runs)
-    chosen = floor.entropy > config.entropy if config.tokens == "decision" else np.ones(len(floor.contexts), dtype=bool)
-    counts = np.bincount(floor.contexts[chosen] // config.bin) if chosen.any() else np.zeros(1, dtype=int)
-    bins = pool_bins(counts.tolist(), config.bin, config.min_tokens)
-    if counts.sum() < config.min_tokens:
-        raise ValueError(
-            f"the dense cache sampled {counts.sum():,} {config.tokens} tokens, fewer than min_tokens "
-            f"({config.min_tokens:,}); give more prompts, more samples (--n), or lower min_tokens."
-        )
-    dense = _described(floor, bins, config)
-    found = {budget: _described(runs[budget], bins, config) for budget in budgets}
-    tails = np.array([tail_row(found[budget], config) for budget in budgets])
-    floors = tail_row(dense, config)
-    fitted = cheapest(tails, budgets, [start for start, _ in bins], targets(config, floors))
-    others = {}
-    for target in STUDIED:
-        other = cheapest(tails, budgets, [start for start, _ in bins], targets(config, floors, target))
-        others[f"{target:.2f}"] = {**asdict(other.schedule), "met": list(other.met)}
-    return {
-        "bins": bins,
-        "floor": dense,
-        "budgets": budgets,
-        "runs": [{"budget": budget, **found[budget]} for budget in budgets],
-        "targets": targets(config, floors),
-        "schedule": {**asdict(fitted.schedule), "met": list(fitted.met)},
-        "studied": others,
-        "notes": _notes(fitted, bins, tails, floors, config),
-    }
-
-
-def _described(tokens: Tokens, bins: list[tuple[int, int]], config: CalibrationConfig) -> dict[str, Any]:
-    least = max(20, config.min_tokens // 2)  # a sparse sampler's answers are not as long as the dense one's
-    return describe(tokens, bins, entropy=config.entropy, bootstrap=config.bootstrap, least=least)
-
-
-def tail_row(run: dict[str, Any], config: CalibrationConfig) -> list[float]:
-    """The statistic that is asked for, of each bin; nan where a bin has too few tokens."""
-    groups = (each[config.overlap][config.tokens] for each in run["bins"])
-    return [float("nan") if group is None else group[config.tail] for group in groups]
-
-
-def targets(config: CalibrationConfig, floors: list[float], target: float | None = None) -> list[float]:
-    """What each bin's tail must reach."""
-    target = config.target if target is None else target
-    return [target * floor if config.relative else target for floor in floors]
-
-
-def _notes(
-    found: Found, bins: list[tuple[int, int]], tails: np.ndarray, floors: list[float], config: CalibrationConfig
-) -> list[str]:
-    notes = []
-    short = [f"{start}-{end}" for (start, end), met in zip(bins, found.met, strict=True) if not met]
-    if short:
-        lowest = np.nanmin(floors) if not np.isnan(floors).all() else float("nan")
-        notes.append(
-            f"no budget meets the target in the contexts {', '.join(short)}, where the largest is taken; the dense "
-            f"cache's own tail is as low as {lowest:.3f}. Lower the target, try larger budgets, or give relative."
-        )
-    known = tails[~np.isnan(tails)]
-    if len(known) and known.min() >= max(targets(config, floors)):
-        notes.append(
-            f"every budget meets the target: {config.tail} over {config.tokens} tokens does not tell them apart here. "
-            "Look at the curves; ask more of it (tail p01, tokens decision, a higher target), or try smaller budgets."
-        )
-    return notes
-
-
 def _verified(schedule: Schedule, runs: _Runs, results: dict[str, Any], calibration: Calibration) -> Schedule:
     """The schedule, run as it is; raised, and run again, as long as it holds less than the target.
 
-    What was evicted at short contexts is missing at longer ones, so a budget that holds a bin from the beginning may not
-    hold it after smaller ones.
+    What was evicted at short contexts is missing at longer ones, so a budget that holds a bin from the beginning may
+    not hold it after smaller ones.
     """
     config, bins, tried = calibration.config, results["bins"], []
     starts, evicts = [start for start, _ in bins], isinstance(calibration.policy, EvictPolicy)
     for rounds_left in range(config.verify - 1, -1, -1):
-        results["verified"] = _described(runs.of_schedule(schedule), bins, config)
+        results["verified"] = described(runs.of_schedule(schedule), bins, config)
         held = tail_row(results["verified"], config)
         short = [i for i, target in enumerate(results["targets"]) if held[i] < target - TOLERANCE]
         tried.append({**asdict(schedule), "tails": [None if math.isnan(tail) else tail for tail in held]})

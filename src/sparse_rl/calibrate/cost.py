@@ -152,7 +152,7 @@ def sparse_eflops(
 def step_s(
     model: Model, machine: Machine, contexts: np.ndarray, *, rows: int, reading: Reading | None = None
 ) -> np.ndarray:
-    """Seconds of a decode step at each context, all rows at the same; with a dense cache if nothing says how to read."""
+    """Seconds of a decode step at each context, the same for all rows; dense if nothing says how to read."""
     weights = max(model.itemsize * model.weights / machine.bandwidth, 2.0 * model.weights * rows / machine.flops)
     reads, landmarks = contexts.astype(np.float64), np.zeros(len(contexts))
     if reading is not None:

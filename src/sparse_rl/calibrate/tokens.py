@@ -87,7 +87,7 @@ def probe(
     *,
     on_step: Callable[[int, Progress], None] | None = None,  # gets the rollouts done before, and the engine's progress
 ) -> Tokens:
-    """Sample with the policy, then one dense pass over what it sampled; block by block, so that memory stays bounded."""
+    """Sample with the policy, then one dense pass over what it sampled; block by block, so memory stays bounded."""
     sampling = replace(sampling, top_logprobs=overlap_ids(loaded.vocab_size))
     sampler, head = GuardedEngine(loaded, policy, engine, memory, stage="calibrate"), Head(loaded.model)
     size = max(1, BLOCK * engine.rows // sampling.n)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from sparse_rl.rollout import EngineConfig, Sampling
     from sparse_rl.types import Prompt
 
-DESCRIPTION = """Find the budget that a model needs: the cheapest KV cache, by context length, that stays near the dense model.
+DESCRIPTION = """Find the budget a model needs: the cheapest KV cache, by context length, that stays near the dense one.
 
 The dense cache and each budget of a grid answer the prompts; one dense pass over every answer says how much of the
 next-token distributions overlap, sum_v min(p_dense, p_sparse), at every token. Training is stable as long as the worst
@@ -35,8 +35,8 @@ budget that reaches the target goes into the schedule, which is then run as it i
 A calibration that was killed goes on with the same command and --resume: finished budgets are not done again. With
 another --target, --tail, --tokens, --overlap or --bin, --resume finds another schedule from the same runs.
 
-Prompts are those of a task (--task.name and its settings, as in train), of --benchmarks, or of a file (--prompts; JSONL,
-JSON or parquet with a prompt or a problem in every row). Let them be like those of training, and as long.
+Prompts are those of a task (--task.name and its settings, as in train), of --benchmarks, or of a file (--prompts;
+JSONL, JSON or parquet with a prompt or a problem in every row). Let them be like those of training, and as long.
 
   sparse-rl calibrate --num-prompts 48 --n 1 --max-tokens 195 --kv rkv:interval=8 --page 8 --bin 50 --min-tokens 500 \\
       --output calibrations/first

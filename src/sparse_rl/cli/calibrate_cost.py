@@ -248,8 +248,8 @@ def lines(results: dict[str, Any]) -> list[str]:
     """Either kind of results for people."""
     machine, work = results["machine"], results["work"]
     found = [
-        f"{results['shape']} on {machine['name']}: {machine['bandwidth'] / 1e12:.3g} TB/s, "
-        f"{machine['flops'] / 1e12:.3g} TFLOP/s, fixed cost {1e3 * machine['fixed_s']:.2f} ms a step, {work['rows']} rows"
+        f"{results['shape']} on {machine['name']}, {work['rows']} rows: {machine['bandwidth'] / 1e12:.3g} TB/s, "
+        f"{machine['flops'] / 1e12:.3g} TFLOP/s, fixed cost {1e3 * machine['fixed_s']:.2f} ms a step"
     ]
     for step in results["steps"]:
         line = f"  step at {step['context']:>7,}: dense {step['dense_ms']:.2f} ms, sparse {step['sparse_ms']:.2f} ms"

@@ -14,9 +14,9 @@ from sparse_rl.runfolder import write_whole
 
 ABOUT = """How near a sampler with a sparse KV cache is to its dense model, by budget and context length. Overlap is
 sum_v min(p_dense, p_sparse) of the next-token distributions: 1 is as dense. top20 sums over tokens that are among the
-best 20 of both sides, as Sparrow does; lower sums over the sampler's best ids and is exact up to 4096 of them. A decision
-token is one whose dense entropy is above the threshold. Intervals are 95 %, from resampled rollouts. Hazard is rejections
-a token, were a rollout rejected at its first token with xi < 1e-4: of L tokens, 1 - exp(-hazard L) are rejected."""
+best 20 of both sides, as Sparrow does; lower sums over the sampler's best ids and is exact up to 4096 of them. A
+decision token is one whose dense entropy is above the threshold. Intervals are 95 %, from resampled rollouts. Hazard is
+rejections a token, were a rollout rejected at its first token with xi < 1e-4; of L tokens, 1 - exp(-hazard L) are."""
 NONE = "–"
 
 

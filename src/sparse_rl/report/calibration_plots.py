@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The curves of a calibration as one picture: what imperfect tokens look like, tails by context and by budget, schedules.
+"""The curves of a calibration as one picture: imperfect tokens, tails by context and by budget, schedules.
 
 The panels are those of Sparrow's figures 1(b), 2(b), 3 and 4, on one's own model.
 """
@@ -30,8 +30,8 @@ def draw(results: Results, *, svg: bool) -> bytes:
     file = io.BytesIO()
     with plot_style():
         nameless = dict.fromkeys(("Creator", "Date", "Format", "Type")) if svg else {"Software": None}
-        kind = {"format": "svg", "transparent": True} if svg else {"format": "png", "dpi": 160}
-        _figure(results).savefig(file, metadata=nameless, **kind)
+        kind = "svg" if svg else "png"
+        _figure(results).savefig(file, format=kind, dpi=160, transparent=svg, metadata=nameless)
     if not svg:
         return file.getvalue()
     text = file.getvalue().decode()
@@ -121,7 +121,8 @@ def _by_budget(axes: Axes, results: Results) -> None:
         start, end = results["bins"][place]
         axes.plot(budgets, values, color=colour, marker="o", label=f"{start}-{end}")
         spans = [(group or {}).get(f"{settings['tail']}_interval", (math.nan, math.nan)) for group in groups]
-        axes.fill_between(budgets, *zip(*spans, strict=True), color=colour, alpha=0.15, lw=0)
+        lows, highs = zip(*spans, strict=True)
+        axes.fill_between(budgets, lows, highs, color=colour, alpha=0.15, lw=0)
     axes.axhline(settings["target"], color=INK, ls=":")
     axes.set_title(f"{asked(results)}, by budget")
     axes.set_xlabel("budget, entries")
@@ -146,19 +147,13 @@ def _held(axes: Axes, results: Results) -> None:
 def _schedules(axes: Axes, results: Results) -> None:
     """Figure 3's budgets."""
     end = results["bins"][-1][1]
-    drawn = {f"target {target}": (found, {"color": colour}) for (target, found), colour in zip(
-        results["studied"].items(), COLOURS, strict=False)}  # fmt: skip
-    drawn["this schedule"] = (results["schedule"], {"color": INK, "lw": 2})
-    for label, (found, look) in drawn.items():
-        axes.plot(
-            [*found["starts"], end],
-            [*found["budgets"], found["budgets"][-1]],
-            drawstyle="steps-post",
-            label=label,
-            **look,
-        )
+    drawn = [(f"target {target}", found, 1.5) for target, found in results["studied"].items()]
+    drawn.append(("this schedule", results["schedule"], 2.5))
+    for (label, found, width), colour in zip(drawn, [*COLOURS[: len(drawn) - 1], INK], strict=True):
+        budgets = [*found["budgets"], found["budgets"][-1]]
+        axes.plot([*found["starts"], end], budgets, drawstyle="steps-post", label=label, color=colour, lw=width)
     axes.plot([0, end], [0, end], color=INK, ls=":", lw=1, label="dense")
-    axes.set_ylim(0, 1.1 * max(max(found["budgets"]) for found, _ in drawn.values()))
+    axes.set_ylim(0, 1.1 * max(max(found["budgets"]) for _, found, _ in drawn))
     axes.set_title("Budget by context, entries")
     axes.set_xlabel("context, tokens")
 
