@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
@@ -16,9 +17,10 @@ from sparse_rl.calibrate.tokens import Tokens
 STUDIED = (0.75, 0.80, 0.86, 0.92)  # targets whose schedules are shown beside one's own
 
 
-def analyse(floor: Tokens, runs: dict[int, Tokens], config: CalibrationConfig) -> dict[str, Any]:
-    """Statistics of all runs, and the schedule that they give."""
-    budgets = sorted(runs)
+def analyse(
+    floor: Tokens, budgets: list[int], run: Callable[[int], Tokens], config: CalibrationConfig
+) -> dict[str, Any]:
+    """Statistics of all runs, one in memory at a time, and the schedule that they give; budgets ascend."""
     chosen = floor.entropy > config.entropy if config.tokens == "decision" else np.ones(len(floor.contexts), dtype=bool)
     counts = np.bincount(floor.contexts[chosen] // config.bin) if chosen.any() else np.zeros(1, dtype=int)
     bins = pool_bins(counts.tolist(), config.bin, config.min_tokens)
@@ -28,7 +30,7 @@ def analyse(floor: Tokens, runs: dict[int, Tokens], config: CalibrationConfig) -
             f"({config.min_tokens:,}); give more prompts, more samples (--n), or lower min_tokens."
         )
     dense = described(floor, bins, config)
-    found = {budget: described(runs[budget], bins, config) for budget in budgets}
+    found = {budget: described(run(budget), bins, config) for budget in budgets}
     tails = np.array([tail_row(found[budget], config) for budget in budgets])
     floors = tail_row(dense, config)
     fitted = cheapest(tails, budgets, [start for start, _ in bins], targets(config, floors))

@@ -105,18 +105,20 @@ def calibrate(
     folder, observer = Path(output), observer or CalibrationObserver()
     calibration.budgets()  # what is wrong with them is said before the work
     check_folder(folder, resume=resume)
-    (folder / "runs").mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     with lock(folder, "calibrating"):
         record = _record(folder, calibration, named or {})
+        (folder / "runs").mkdir(exist_ok=True)
         runs = _Runs(folder, calibration, observer)
         floor = runs.floor()
         budgets = calibration.budgets(int(floor.contexts.max()) + 1)
         runs.begin(budgets)
-        results = record | analyse(floor, {budget: runs.at(budget) for budget in budgets}, calibration.config)
+        results = record | analyse(floor, budgets, runs.at, calibration.config)
         results["settings"] = asdict(calibration.config)
         schedule = Schedule(**{key: tuple(results["schedule"][key]) for key in ("starts", "budgets")})
         if calibration.config.verify:
             schedule = _verified(schedule, runs, results, calibration)
+        results["finished"] = datetime.now(UTC).isoformat(timespec="seconds")
         for note in results["notes"]:
             observer.on_note(note)
         write_whole(folder / "results.json", json.dumps(results, indent=1, allow_nan=False) + "\n")
@@ -132,8 +134,7 @@ def check_folder(folder: Path, *, resume: bool) -> None:
         if not resume:
             raise ValueError(f"{folder} has a calibration in it; go on with it (--resume), or give another --output.")
     elif folder.exists() and (not folder.is_dir() or any(not path.name.startswith(".") for path in folder.iterdir())):
-        if not resume or {path.name for path in folder.iterdir()} - {"runs", ".lock"}:
-            raise ValueError(f"{folder} has something else than a calibration in it; give another --output.")
+        raise ValueError(f"{folder} has something else than a calibration in it; give another --output.")
     elif resume and not folder.exists():
         raise ValueError(f"there is no calibration to resume in {folder}; leave out --resume.")
 
@@ -162,7 +163,7 @@ def _record(folder: Path, calibration: Calibration, named: dict[str, Any]) -> di
             "started": datetime.now(UTC).isoformat(timespec="seconds"),
         }
         write_whole(path, json.dumps(found, indent=1) + "\n")
-    return {**found, **sampled, "finished": datetime.now(UTC).isoformat(timespec="seconds")}
+    return {**found, **sampled}
 
 
 class _Runs:

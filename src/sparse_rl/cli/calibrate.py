@@ -60,6 +60,7 @@ def run(arguments: list[str]) -> None:
     from sparse_rl.evaluate.plan import parse_cache
     from sparse_rl.evaluate.record import model_digest
     from sparse_rl.model.load import load, load_reader
+    from sparse_rl.report.calibration_live import CalibrationLive
     from sparse_rl.report.calibration_page import summary_lines, write_calibration
 
     logging.basicConfig(format="sparse-rl: %(levelname)s: %(message)s", level=logging.WARNING, stream=sys.stderr)
@@ -77,7 +78,7 @@ def run(arguments: list[str]) -> None:
         loaded=loaded, policy=policy, prompts=prompts, sampling=sampling, engine=engine, config=config
     )
     folder, named = Path(settings.output), {"model": settings.model, "model_digest": model_digest(loaded)}
-    with _live() as live:
+    with CalibrationLive() as live:
         results = calibrate(calibration, folder, named=named, resume=settings.resume, observer=live)
     write_calibration(results, folder)
     print("\n".join(summary_lines(results)))
@@ -250,37 +251,3 @@ def _dry_run(
     )
     share = " of the dense cache's own" if config.relative else ""
     print(f"target: {config.tail} of {config.overlap} overlap over {config.tokens} tokens, {config.target}{share}")
-
-
-def _live() -> Any:
-    """Lines on standard error: one that moves, and one that stays for every run."""
-    from sparse_rl.calibrate import CalibrationObserver
-    from sparse_rl.report.eval_live import duration
-    from sparse_rl.report.progress import MovingLine, describe
-    from sparse_rl.rollout import Progress
-
-    class Live(CalibrationObserver):
-        def __init__(self) -> None:
-            self.line = MovingLine()
-
-        def __enter__(self) -> Live:
-            self.line.start()
-            return self
-
-        def __exit__(self, *_: object) -> None:
-            self.line.stop()
-
-        def on_begin(self, budgets: list[int], done: int) -> None:
-            before = f", {done} of them done before" if done else ""
-            self.line.print(f"{len(budgets)} budgets{before}: {', '.join(map(str, budgets))}")
-
-        def on_step(self, run: str, finished: int, rollouts: int, progress: Progress) -> None:
-            self.line.move(f"{run}: {finished}/{rollouts} samples; {describe(progress)}")
-
-        def on_run(self, run: str, seconds: float, left_s: float) -> None:
-            self.line.print(f"{run}: done in {duration(seconds)}; about {duration(left_s)} left")
-
-        def on_note(self, note: str) -> None:
-            self.line.print(note)
-
-    return Live()
