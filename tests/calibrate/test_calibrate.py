@@ -195,7 +195,7 @@ def test_the_cost_model_is_checked_on_this_machine():
 @pytest.mark.timeout(600)  # under a minute where the processor is its own
 def test_the_embedded_model_s_schedule_holds_its_target(tmp_path):
     """The tail by budget is a curve that rises, and the schedule sits where it crosses the target."""
-    config = CalibrationConfig(page=8, lowest=24, highest=96, num_budgets=8, bin=60, min_tokens=600, bootstrap=50)
+    config = CalibrationConfig(page=8, lowest=16, highest=96, num_budgets=9, bin=60, min_tokens=600, bootstrap=50)
     asked = Calibration(
         loaded=load("embedded"),
         policy=RKV(interval=8),
@@ -210,7 +210,7 @@ def test_the_embedded_model_s_schedule_holds_its_target(tmp_path):
     print("\n".join(f"{budget:4} {row.round(3)}" for budget, row in zip(budgets, tails, strict=True)))
     print(results["schedule"], results["tried"])
     assert len(results["bins"]) >= 3
-    assert (tails[0] < 0.5).all() and (tails[-1] > 0.95).all(), "the statistic varies over the grid"
+    assert (tails[0] < config.target).all() and (tails[-1] > 0.95).all(), "every bin's curve crosses the target"
     assert min(tail_row(results["floor"], config)) > 0.999, "the dense cache is as dense as it gets"
     held = tail_row(results["verified"], config)
     assert min(held) >= config.target - 0.03
