@@ -49,6 +49,12 @@ def test_eflops_by_hand():
     scoring = 2 * 2 * 3 * 24 * 4 / 2 + 2 * 2 * 24 * 16 / 4 + 10 * (2 * 3 * 24 * 4 / 2 + 2 * 24 * 16 / 4)
     sparse = 2 * 2 * 60 * 4 + 2 * 2 * 2 * 24 * 15 + 2 * 10 * 2 * 24 * 15 + scoring
     assert sparse_eflops(SMALL, reading, n=2, prompt=3, output=4, intensity=10) == pytest.approx(sparse)
+    # One of four layers dense: it reads all 18 and scores nothing. An evicting policy scores nothing at all.
+    reads = 0.25 * 18 + 0.75 * 15
+    mixed = 2 * 2 * 60 * 4 + 2 * (2 + 10) * 2 * 24 * reads
+    one, none = replace(reading, dense_layers=1), replace(reading, dense_layers=1, landmarks=0)
+    assert sparse_eflops(SMALL, one, n=2, prompt=3, output=4, intensity=10) == pytest.approx(mixed + 0.75 * scoring)
+    assert sparse_eflops(SMALL, none, n=2, prompt=3, output=4, intensity=10) == pytest.approx(mixed)
 
 
 def test_a_step_by_hand():
