@@ -206,6 +206,16 @@ class Engine:
             with torch.inference_mode(False), _current(self.loaded.shape.device):
                 self._cache_of(self.stats.num_pages)
 
+    def use(self, kv: KVPolicy) -> None:
+        """From the next call on, the same policy with another budget; what was captured is kept where it still fits."""
+        self._check_idle()
+        if kv.selection is not None:
+            kv.selection.check_page_size(self.page_size)
+        assert type(kv) is type(self.kv), f"{kv.name} in an engine of {self.kv.name}"
+        if kv.selection != self.kv.selection:
+            self.decoders.clear()  # their graphs read as many entries as the budget says
+        self.kv = kv
+
     @property
     def bounded(self) -> bool:
         """Whether the pool stays small however long answers get, so that it need not be released."""
@@ -348,6 +358,8 @@ class Engine:
         max_entries = self._max_entries(sequences)
         decoder = self.decoders.pop(baked(sampling), None)
         if decoder is None or decoder.max_entries < max_entries:
+            if decoder is not None:  # what has grown once may grow again
+                max_entries = 1 << (max_entries - 1).bit_length()
             decoder = Decoder(
                 self.loaded.model,
                 cache,

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import math
@@ -46,6 +47,12 @@ class Running(Protocol):
     def observers(self) -> tuple[Observer, ...]: ...
 
     def settings(self) -> dict[str, Any]: ...
+
+    def state(self) -> dict[str, Any]:
+        """What else it has to know to go on from a checkpoint, as JSON has it."""
+        ...
+
+    def restore(self, state: dict[str, Any]) -> None: ...
 
 
 class Run:
@@ -113,6 +120,7 @@ class Run:
             "logs": self.log.written(),
             "warned": sorted(self.warned),
             "halved": self.guards.state(),
+            "trainer": copy.deepcopy(self.trainer.state()),
             "pending": pending,
         }
 
@@ -198,3 +206,4 @@ class Run:
         self.step, self.num_tokens, self.best = state["step"], state["num_tokens"], state["best"]
         self.warned, self.pending = set(state["warned"]), state.get("pending")
         self.guards.restore(state.get("halved", {}), state["settings"], settings)
+        self.trainer.restore(state.get("trainer", {}))
