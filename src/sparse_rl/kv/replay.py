@@ -78,7 +78,7 @@ class ReplayedRows:
 
     def _attend(
         self,
-        q_HnD: torch.Tensor,  # noqa: N803 - n queries
+        q_HnD: torch.Tensor,
         k_KTD: torch.Tensor,
         v_KTD: torch.Tensor,
         block: Block,
@@ -113,7 +113,7 @@ class ReplayedRows:
     @torch.no_grad()
     def _chosen(
         self,
-        q_HnD: torch.Tensor,  # noqa: N803
+        q_HnD: torch.Tensor,
         k_KSD: torch.Tensor,
         lengths_n: torch.Tensor,
         contexts_n: torch.Tensor,
@@ -131,9 +131,7 @@ class ReplayedRows:
         parts_nKCD = query_parts_ref(q_HnD.transpose(0, 1), len(k_KSD), policy.landmarks, exact)
         scores_nKN = torch.einsum("bkcd,kncd->bkn", parts_nKCD, landmarks_KNCD)
         counts_n, _ = policy.pages_read(lengths_n, contexts_n, size)
-        return chosen_pages_ref(
-            scores_nKN, lengths_n, counts_n, page_size=size, first=policy.first, last=policy.last
-        )
+        return chosen_pages_ref(scores_nKN, lengths_n, counts_n, page_size=size, first=policy.first, last=policy.last)
 
 
 def _blocks(rollout: Rollout, num_tokens: int, num_heads: int) -> list[Block]:

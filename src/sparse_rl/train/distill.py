@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from sparse_rl.kv import EvictPolicy, Full, KVPolicy
+from sparse_rl.kv import Full, KVPolicy
 from sparse_rl.kv.replay import ReplayedRows
 from sparse_rl.model.load import LoadedModel
 from sparse_rl.model.sampler_adapter import SamplerAdapter, frozen
@@ -84,7 +84,9 @@ class Distiller:
         self, loaded: LoadedModel, config: DistillConfig, kv: KVPolicy, seed: int, processes: Processes
     ) -> None:
         if isinstance(kv, Full):
-            raise ValueError("distill.r is given, but kv.policy full samples from the dense model; choose a sparse one.")
+            raise ValueError(
+                "distill.r is given, but kv.policy full is the dense model already; choose a sparse policy."
+            )
         self.model, self.config = loaded.model, config
         self.adapter = SamplerAdapter(loaded.model, config.r, config.alpha, seed)
         masters = MasterWeights(self.adapter)
@@ -115,11 +117,12 @@ class Distiller:
     ) -> dict[str, float]:
         """One step of the adapter on the rollouts that were scored; overlap with and without it, if it is time."""
         device = self.learner.device
+        truncated = torch.tensor([rollout.finish_reason == "length" for rollout in rollouts])
         batch = _Batch(
             rollouts=rollouts,
             completions=flatten(rollouts, device),
             dense=torch.cat(updated.dense_logprobs).to(device),
-            advantages=advantages_R.to(device),
+            advantages=advantages_R.masked_fill(truncated & loss.mask_truncated_completions, 0.0).to(device),
             kv=kv,
             page_size=page_size,
             loss=replace(loss, beta=0.0),
@@ -136,14 +139,14 @@ class Distiller:
         config, processes, completions = self.config, self.learner.processes, batch.completions
         counted = completions.mask & ~batch.dense.isnan()
         scale = token_scale(counted, completions.rows, completions.num_rows, batch.loss.aggregation, max_length)
-        known = [i for i, row in enumerate(batch.rollouts) if bool(counted[completions.rows == i].any())]
+        known = torch.unique(completions.rows[counted]).tolist()
         totals = torch.zeros(2, dtype=torch.float64, device=counted.device)  # loss, KL
         self.learner.masters.zero_grad()
         for microbatch in deal(batch.rollouts, max_tokens, known, processes):
             if not microbatch.indices:
                 continue
             tokens = microbatch.tokens.to(counted.device)
-            dense = batch.dense[tokens, None]
+            dense = batch.dense[tokens, None].nan_to_num()
             if config.kl == "topk":
                 with torch.no_grad():
                     dense = self._logprobs(batch, microbatch, sparse=False)
@@ -221,8 +224,3 @@ class _Batch:
     page_size: int
     loss: LossConfig
     temperature: float
-
-
-def records_kept(kv: KVPolicy) -> bool:
-    """Whether a replay needs to know what was kept."""
-    return isinstance(kv, EvictPolicy)
