@@ -122,7 +122,8 @@ def score_pages_ref(q_BHD: torch.Tensor, pool: LayerPool, pages_BN: torch.Tensor
     assert pool.landmarks_PKCD is not None
     exact = torch.float64 if q_BHD.dtype == torch.float64 else torch.float32
     landmarks_BNKCD = pool.landmarks_PKCD[pages_BN].to(exact)
-    parts_BKCD = query_parts_ref(q_BHD, *landmarks_BNKCD.shape[2:4], exact)
+    num_kv_heads, num_landmarks = landmarks_BNKCD.shape[2:4]
+    parts_BKCD = query_parts_ref(q_BHD, num_kv_heads, num_landmarks, exact)
     return torch.einsum("bkcd,bnkcd->bkn", parts_BKCD, landmarks_BNKCD)
 
 

@@ -61,8 +61,8 @@ class ReplayedRows:
         for (a, b), rollout in zip(pairwise(self.boundaries), self.rollouts, strict=True):
             q_HTD, k_KTD, v_KTD = (x[0, :, a:b] for x in (q_BHTD, k_BKTD, v_BKTD))
             first = len(rollout.prompt.ids)
-            prompt = [x[None, :, :first] for x in (q_HTD, k_KTD, v_KTD)]
-            outputs.append(packed_attention(*prompt, [0, first], scale=scale, window=window)[0])
+            q, k, v = (x[None, :, :first] for x in (q_HTD, k_KTD, v_KTD))
+            outputs.append(packed_attention(q, k, v, [0, first], scale=scale, window=window)[0])
             for block in _blocks(rollout, b - a, len(q_HTD)):
                 kept_KS = None if block.kept_LKS is None else block.kept_LKS[layer_idx].to(q_HTD.device, torch.long)
                 outputs.append(

@@ -75,8 +75,8 @@ class SamplerAdapter(nn.Module):
         folder.mkdir()
         weights = {}
         for name, pair in zip(self.names, self.pairs, strict=True):
-            for key, parameter in (("A", pair.a), ("B", pair.b)):
-                weights[f"base_model.model.{name}.lora_{key}.weight"] = parameter.detach().contiguous()  # type: ignore[union-attr]
+            for key, parameter in zip("AB", pair.parameters(), strict=True):
+                weights[f"base_model.model.{name}.lora_{key}.weight"] = parameter.detach().contiguous()
         save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})
         settings = {
             "peft_type": "LORA",
