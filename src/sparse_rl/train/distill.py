@@ -50,17 +50,16 @@ class DistillConfig:
     lr: learning rate of its own AdamW
     pg_weight: coefficient of the policy loss of the sparse sampler
     kl_weight: coefficient of the KL between the dense model and the sparse sampler
-    kl: "forward" (k3 of sampled tokens), "reverse" (k2) or "topk" (over the sampler's most likely ids; one dense
-    forward more)
+    kl: "topk" (over the sampler's most likely ids), "forward" (k3 of sampled tokens) or "reverse" (k2 of them)
     every: steps between measurements of the overlap with and without the adapter, 0 for none
     """
 
     r: int = 0
     alpha: float = 16.0
     lr: float = 5e-6
-    pg_weight: float = 1.0
-    kl_weight: float = 1e-3
-    kl: Divergence = "forward"
+    pg_weight: float = 0.0
+    kl_weight: float = 1.0
+    kl: Divergence = "topk"
     every: int = 10
 
     def __post_init__(self) -> None:
