@@ -72,6 +72,14 @@ METRICS: dict[str, str] = {
     "update/nonfinite": "updates that changed nothing because their loss or gradient was not finite",
     "update/max_tokens": "of a learner forward: update.max_tokens, or trainer.max_tokens if supervised, halved "
     "wherever memory ran out",
+    "distill/loss": "of the sampler's adapter (only with distill.r)",
+    "distill/kl": "its KL between dense model and sparse sampler, mean over tokens",
+    "distill/grad_norm": "of the adapter, before clipping",
+    "distill/overlap_mean": "of some rollouts: what the sparse sampler shares with the dense model after the step's "
+    "updates, as mismatch/overlap_mean (every distill.every steps)",
+    "distill/overlap_mean_without": "the same without the adapter; what an evicting policy kept stays as it was",
+    "distill/overlap_p05": "5th percentile of the first over tokens",
+    "distill/overlap_p05_without": "5th percentile of the second over tokens",
     "train/working_frac": "share of completions with something to learn from: an advantage, or a KL term",
     "alarm/rejection": "1 while more than 15 % of the completions are rejected, and for ten steps after",
     "alarm/tail": "1 while a tail/{BIN}/overlap is more than 0.06 under control.target, and for ten steps after",
@@ -105,6 +113,7 @@ METRICS: dict[str, str] = {
     "time/baseline_s": "greedy completions for remax",
     "time/reward_s": "grading",
     "time/update_s": "scoring and learning",
+    "time/distill_s": "learning of the sampler's adapter",
     "time/eval_s": "evaluation",
     "time/save_s": "the checkpoint before this step",
     "step_time": "seconds of the whole step",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,6 +31,7 @@ from sparse_rl.bench.work import (
 )
 from sparse_rl.kv import EvictPolicy, Full, KVPolicy
 from sparse_rl.model.load import LoadedModel
+from sparse_rl.model.sampler_adapter import SamplerAdapter
 from sparse_rl.model.shapes import random_model, shape_config
 from sparse_rl.rollout import Engine, EngineConfig, Progress, Sampling
 from sparse_rl.rollout.decoder import first_line
@@ -92,10 +94,11 @@ def measure(
     loaded = random_model(config.shape, config.device, dtype, config.seed)
     prompts = make_prompts(config, loaded.vocab_size)
     engine = Engine(loaded, policy, replace(engine_config, rows=config.rows))
-    results = _engine_results(
-        Bench(config=config, policy=policy, loaded=loaded, engine=engine, prompts=prompts, say=say, show=show)
-    )
-    return results
+    adapter = SamplerAdapter(loaded.model, config.adapter, config.adapter, config.seed) if config.adapter else None
+    with adapter.on(loaded.model) if adapter is not None else nullcontext():
+        return _engine_results(
+            Bench(config=config, policy=policy, loaded=loaded, engine=engine, prompts=prompts, say=say, show=show)
+        )
 
 
 def _engine_results(bench: Bench) -> dict[str, Any]:

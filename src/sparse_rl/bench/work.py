@@ -39,6 +39,7 @@ class BenchConfig:
     profile: split a step's time by kernels, in a second, short run (on a GPU)
     against: others to run the same work, separated by commas: generate, vllm, or full for the engine's own dense cache
     generate_tokens: tokens an output that `generate` is run for
+    adapter: rank of a sampler's adapter (DistillSparse) on every projection, to see what it costs; 0 for none
     bandwidth: bytes a second the device's memory is read with, for the roofline
     flops: operations a second of the device's matrix units in this dtype, for the roofline
     seed: of weights, prompts, lengths and samples
@@ -56,6 +57,7 @@ class BenchConfig:
     profile: bool = True
     against: str = ""
     generate_tokens: int = 256
+    adapter: int = 0
     bandwidth: float | None = None
     flops: float | None = None
     seed: int = 0
@@ -65,8 +67,9 @@ class BenchConfig:
             given = getattr(self, field)
             if given is not None and given < 1:
                 raise ValueError(f"--{field.replace('_', '-')} is {given}; it must be at least 1.")
-        if self.seed < 0:
-            raise ValueError(f"--seed is {self.seed}; it must be at least 0.")
+        for field in ("seed", "adapter"):
+            if getattr(self, field) < 0:
+                raise ValueError(f"--{field} is {getattr(self, field)}; it must be at least 0.")
         if self.rows > MAX_ROWS:
             raise ValueError(f"--rows is {self.rows}; it must be at most {MAX_ROWS}.")
         if self.work not in WORKS:

@@ -145,6 +145,7 @@ def default_label(config: BenchConfig, policy: Any) -> str:
         parts.append(f"{policy.budget}+{policy.interval}" if hasattr(policy, "interval") else str(policy.budget))
     parts += [f"{config.rows} rows", f"{config.prompt}+{config.output}", config.work]
     parts += [f"n {config.n}"] if config.n > 1 else []
+    parts += [f"adapter {config.adapter}"] if config.adapter else []
     parts += [f"{config.max_steps} steps"] if config.cut else []
     return ", ".join(parts)
 

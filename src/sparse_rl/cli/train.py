@@ -48,6 +48,7 @@ def read(arguments: list[str], parser: ArgumentParser) -> tuple[Namespace, Any, 
     from sparse_rl.tasks import GradingConfig
     from sparse_rl.train import ControlConfig, OptimizerConfig, TrainerConfig, UpdateConfig
     from sparse_rl.train.config import check_settings
+    from sparse_rl.train.distill import DistillConfig
 
     for key in ("model", "device", "kv", "task", "correction"):
         if settings[key] is None:
@@ -68,6 +69,7 @@ def read(arguments: list[str], parser: ArgumentParser) -> tuple[Namespace, Any, 
         "optimizer": build_section(OptimizerConfig, "optimizer", settings["optimizer"]),
         "lora": build_section(LoraConfig, "lora", settings["lora"]),
         "control": build_section(ControlConfig, "control", settings["control"]),
+        "distill": build_section(DistillConfig, "distill", settings["distill"]),
         "eval": build_section(EvalConfig, "eval", settings["eval"]),
         "config": build_section(TrainerConfig, "trainer", settings["trainer"]),
         "grading": build_section(GradingConfig, "grading", settings["grading"]),
@@ -127,6 +129,7 @@ def train_parser(command: str = "train", description: str = DESCRIPTION) -> Argu
     from sparse_rl.rollout import EngineConfig, Sampling
     from sparse_rl.tasks import GradingConfig
     from sparse_rl.train import ControlConfig, OptimizerConfig, TrainerConfig, UpdateConfig
+    from sparse_rl.train.distill import DistillConfig
 
     parser = make_parser(command, description)
     parser.add_argument("--config", action="config", help="YAML file with any of these settings, or a recipe's name")
@@ -143,6 +146,7 @@ def train_parser(command: str = "train", description: str = DESCRIPTION) -> Argu
         ("loss", LossConfig),
         ("optimizer", OptimizerConfig),
         ("lora", LoraConfig),
+        ("distill", DistillConfig),
         ("update", UpdateConfig),
         ("control", ControlConfig),
         ("eval", EvalConfig),
@@ -207,7 +211,7 @@ def _resolved(settings: Namespace, task: Any, parts: dict[str, Any]) -> dict[str
     sections["kv"] = {"policy": parts["kv"].name, **asdict(parts["kv"])}
     given = {key: value for key, value in asdict(parts["correction"]).items() if value is not None}
     sections["correction"] = {"preset": settings.correction.preset, **given}
-    for name in ("sampling", "loss", "optimizer", "lora", "update", "control", "eval", "engine", "grading"):
+    for name in ("sampling", "loss", "optimizer", "lora", "distill", "update", "control", "eval", "engine", "grading"):
         sections[name] = asdict(parts[name])
     for name in TRAINER_SETS:
         del sections["sampling"][name]

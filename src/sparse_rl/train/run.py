@@ -18,6 +18,7 @@ from sparse_rl.model.load import LoadedModel
 from sparse_rl.runfolder import differences, lock
 from sparse_rl.train import checkpoint
 from sparse_rl.train.config import RunConfig
+from sparse_rl.train.distill import Distiller
 from sparse_rl.train.folder import check_folder, chosen_state, start_record
 from sparse_rl.train.guards import Guards
 from sparse_rl.train.learner import Learner
@@ -61,8 +62,16 @@ class Run:
     Of several processes the first one writes, and decides for all what to resume, what to keep and what is best.
     """
 
-    def __init__(self, trainer: Running, section: str, best_metric: str, *, lower_is_better: bool = False) -> None:
-        self.trainer = trainer
+    def __init__(
+        self,
+        trainer: Running,
+        section: str,
+        best_metric: str,
+        *,
+        lower_is_better: bool = False,
+        distiller: Distiller | None = None,
+    ) -> None:
+        self.trainer, self.distiller = trainer, distiller
         self.section = section  # of the settings, that only this kind of run has
         self.best_metric, self.sign = best_metric, -1 if lower_is_better else 1
         self.config, self.learner, self.guards = trainer.config, trainer.learner, trainer.guards
@@ -154,7 +163,7 @@ class Run:
         folder = self.folder / f"checkpoint-{state['step']}"
         self.log.sync()
         settings = self.trainer.settings()
-        checkpoint.save(folder, self.trainer.loaded, self.learner, state | {"settings": settings})
+        checkpoint.save(folder, self.trainer.loaded, self.learner, state | {"settings": settings}, self.distiller)
         for observer in self.trainer.observers:
             observer.on_save(folder)
 
@@ -198,7 +207,7 @@ class Run:
 
     def _resume(self, folder: Path, state: dict[str, Any]) -> None:
         """Take up a checkpoint's state."""
-        self.processes.together(lambda: checkpoint.restore(folder, self.learner, state["num_updates"]))
+        self.processes.together(lambda: checkpoint.restore(folder, self.learner, state["num_updates"], self.distiller))
         settings = json.loads(json.dumps(self.trainer.settings()))
         changed = differences(state["settings"], settings, NO_DIFFERENCE)
         if changed:

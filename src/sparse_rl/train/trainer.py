@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import time
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -33,6 +34,7 @@ from sparse_rl.train.alarms import Alarms
 from sparse_rl.train.callbacks import Callbacks
 from sparse_rl.train.config import TrainerConfig, check_model, check_prompts, check_settings
 from sparse_rl.train.control import ControlConfig, Controller, measure, tail_metrics
+from sparse_rl.train.distill import DistillConfig, Distiller
 from sparse_rl.train.folder import task_settings
 from sparse_rl.train.guards import POOL, Guards
 from sparse_rl.train.learner import Learner, OptimizerConfig
@@ -71,6 +73,7 @@ class Trainer:
         eval: EvalConfig | None = None,
         lora: LoraConfig | None = None,
         control: ControlConfig | None = None,
+        distill: DistillConfig | None = None,
         observers: tuple[Observer, ...] = (),
         processes: Processes | None = None,
     ) -> None:
@@ -86,11 +89,15 @@ class Trainer:
         self.loss_config, self.update_config = loss or LossConfig(), update or UpdateConfig()
         self.optimizer_config, self.eval_config = optimizer or OptimizerConfig(), eval or EvalConfig()
         self.lora_config, self.control_config = lora or LoraConfig(), control or ControlConfig()
+        self.distill_config = distill or DistillConfig()
         self.sampling = replace(
             sampling or Sampling(n=8), top_logprobs=overlap_ids(loaded.vocab_size), seed=self.config.seed
         )
         check_settings(self.sampling, self.update_config, self.kv, self.config)
         check_model(loaded.model)
+        self.distiller: Distiller | None = None
+        if self.distill_config.r:
+            self.distiller = Distiller(loaded, self.distill_config, self.kv, self.config.seed, self.processes)
         if self.lora_config.r:
             add_adapters(loaded.model, self.lora_config, self.config.seed)
         if self.processes.grouped:
@@ -116,7 +123,7 @@ class Trainer:
             self.engine.use(self.controller.policy)
         self.eval_engines: dict[str, GuardedEngine] = {}  # kept for their graphs
         check_prompts(task, self.engine.context)
-        self.run = Run(self, section="task", best_metric=self.config.best_metric)
+        self.run = Run(self, section="task", best_metric=self.config.best_metric, distiller=self.distiller)
         self.peaks = MemoryPeaks(loaded.model.device)
 
     @property
@@ -143,10 +150,11 @@ class Trainer:
         advantages_R = self._advantages(rollouts, graded)
         with run.timer("update"), self.peaks("update"):
             updated = self._learn(rollouts, advantages_R)
+        distilled = self._distill(rollouts, advantages_R, updated)
         run.step += 1
         self._record(rollouts, graded, advantages_R, updated)
         self.guards.note(updated.bad, self.update_config.num_updates, graded.rewards, self.step, run.folder)
-        metrics = rollout_metrics(rollouts, graded, self._groups(rollouts)) | speed | updated.metrics
+        metrics = rollout_metrics(rollouts, graded, self._groups(rollouts)) | speed | updated.metrics | distilled
         evicts = isinstance(self.kv, EvictPolicy) and self.controller is None  # which lowers a budget by itself
         warn(rollouts, graded, evicts, run.warned)
         metrics |= self._control(rollouts, updated, metrics)
@@ -198,6 +206,25 @@ class Trainer:
             generator=torch.Generator().manual_seed(self._seed_of(self.step)),
             guards=self.guards,
         )
+
+    def _distill(self, rollouts: list[Rollout], advantages_R: torch.Tensor, updated: Updated) -> dict[str, float]:
+        """Let the sampler's adapter learn, if it has one."""
+        if self.distiller is None:
+            return {}
+        with self.run.timer("distill"):
+            return self.distiller.learn(
+                rollouts,
+                advantages_R,
+                updated,
+                self.engine.kv,
+                self.engine.page_size,
+                self.loss_config,
+                self.update_config,
+                temperature=self.sampling.temperature,
+                max_length=self.sampling.max_tokens,
+                step=self.step,
+                guards=self.guards,
+            )
 
     def _control(self, rollouts: list[Rollout], updated: Updated, metrics: dict[str, float]) -> dict[str, float]:
         """Measure the tail by context length, raise alarms, and move the budget if that is asked for."""
@@ -267,6 +294,7 @@ class Trainer:
             "optimizer": asdict(self.optimizer_config),
             "lora": asdict(self.lora_config),
             "control": asdict(self.control_config),
+            "distill": asdict(self.distill_config),
             "eval": asdict(self.eval_config),
             "trainer": asdict(self.config),
         }
@@ -289,7 +317,11 @@ class Trainer:
         return Head(copy.deepcopy(self.loaded.model).requires_grad_(False))
 
     def _generate(self, engine: Engine, prompts: list[Prompt], sampling: Sampling, stage: str) -> list[Rollout]:
-        return generate(engine, prompts, sampling, self.processes, self._progress(stage))
+        """The rollouts of all prompts; those to learn from have the sampler's adapter, if there is one."""
+        distiller = self.distiller if engine is self.engine else None
+        with distiller.on() if distiller is not None else nullcontext():
+            show, record = self._progress(stage), distiller is not None
+            return generate(engine, prompts, sampling, self.processes, show, record_kept=record)
 
     def _grade(self, rollouts: list[Rollout], n: int) -> Graded:
         return grade(self.task.rewards, rollouts, n, self.loaded.tokenizer, self.processes)
