@@ -13,13 +13,17 @@ from small_sft import small_sft
 
 from sparse_rl.metrics import METRICS, TIMES, RunLog, Timer, definition, read_log
 from sparse_rl.objective.loss import LossConfig
+from sparse_rl.train import ControlConfig
+from sparse_rl.train.distill import DistillConfig
 
 
 @pytest.fixture(scope="module")
 def lines(tmp_path_factory):
-    """metrics.jsonl of a small run with a reference model and a baseline."""
+    """metrics.jsonl of a small run with a reference model, a baseline, a sampler's adapter and a budget that moves."""
     folder = tmp_path_factory.mktemp("metrics") / "run"
-    small_trainer(folder, parts={"loss": LossConfig(beta=0.1)}, advantage="remax", steps=2).train()
+    control = ControlConfig(auto=True, smallest=8, largest=32, budgets=3, multiple=1, bin=16)
+    parts = {"loss": LossConfig(beta=0.1), "distill": DistillConfig(r=2, every=1), "control": control}
+    small_trainer(folder, parts=parts, advantage="remax", steps=2).train()
     return read_log(folder / "metrics.jsonl")
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from schedules import named
 
 from sparse_rl.kv import GKV, RKV, Full, SnapKV, Streaming
 from sparse_rl.model.attention import PackedRows, packed_positions
@@ -79,8 +80,9 @@ def test_weights_masters_gradients_and_moments_are_those_of_a_learner(family, dt
         ("qwen2", SnapKV(budget=33, interval=16, window=8, protect_prompt=True)),
         ("gemma3", Streaming(budget=16, interval=16)),
         ("qwen2", GKV(budget=20, interval=9)),
+        ("llama", Streaming(budget=named((0, 30, 300), (8, 16, 90)), interval=9)),
     ],
-    ids=["full", "rkv", "snapkv", "streaming", "gkv"],
+    ids=["full", "rkv", "snapkv", "streaming", "gkv", "schedule"],
 )
 def test_the_pool_and_the_rows_are_the_engine_s(family, policy):
     model = tiny_model(family, dtype=torch.bfloat16)

@@ -9,6 +9,7 @@ import math
 import pytest
 
 from sparse_rl.cli import main
+from sparse_rl.cli.train import read, train_parser
 from sparse_rl.metrics import read_log
 from sparse_rl.model.smollm2 import INSTALL
 
@@ -31,3 +32,17 @@ def test_smollm2_takes_three_steps(tmp_path):
     assert all(0 <= line["reward"] <= 1 and math.isfinite(line["loss"]) for line in lines[1:])
     assert all(line["kv/saved_frac"] > 0.4 for line in lines[1:]), "about half is forgotten"
     assert (tmp_path / "run" / "checkpoint-3" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("size", ["1.7b", "4b", "8b", "14b"])
+def test_sparrows_recipes_say_what_the_paper_does(size):
+    settings, _, parts = read(["--config", f"qwen3-{size}.yaml"], train_parser())
+    kv, loss = parts["kv"], parts["loss"]
+    assert settings.model == f"Qwen/Qwen3-{size.upper()}" and kv.name == "pages_mean"
+    assert (kv.first, kv.last, kv.dense_layers, parts["engine"].page_size) == (1, 2, 2, 16)
+    most = {"1.7b": 4096, "4b": 8192, "8b": 7168, "14b": 14336}[size]
+    assert kv.schedule.budgets[0] == 512 and kv.schedule.most == most
+    assert (loss.clip_low, loss.clip_high, loss.delta, loss.beta) == (0.2, 0.28, 3.0, 0.0)
+    assert loss.aggregation == "token_mean" and parts["correction"].upper == 3.0 and parts["correction"].weight
+    assert parts["sampling"].n == 8 and parts["sampling"].max_tokens == 37_000
+    assert parts["optimizer"].learning_rate == 1e-6 and parts["distill"].r == 0

@@ -17,7 +17,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
-# {NAME} stands for a reward function's name, {CACHE} for "dense" or "sparse".
+# {NAME} stands for a reward function's name, {CACHE} for "dense" or "sparse", {BIN} for the context length, prompt
+# included, from which on a token is counted, up to the next bin (control.bin).
 METRICS: dict[str, str] = {
     "step": "rollout batches learnt from so far; updates, if supervised",
     "num_tokens": "prompt and completion tokens so far",
@@ -59,17 +60,36 @@ METRICS: dict[str, str] = {
     "mismatch/overlap_top20_mean": "the same over what both sides have in their top 20: the scale of Sparrow's 0.86",
     "mismatch/overlap_top20_p05": "its 5th percentile over tokens",
     "mismatch/overlap_top20_p01": "its 1st percentile over tokens",
+    "tail/{BIN}/overlap": "5th percentile (control.quantile) of overlap_top20 over the tokens of that context length",
+    "tail/{BIN}/hazard": "share of them with xi < 1e-4",
+    "tail/{BIN}/tokens": "how many there are; where some stand for others, how many they are worth",
+    "tail/overlap_lowest": "the lowest tail/{BIN}/overlap of the step",
     "mismatch/coverage": "share of completions that were scored; the others are stood for by a sample",
     "mismatch/sampling_se": "standard error, at most, that the sample adds to a share of completions",
     "correction/rejection_rate": "share of completions rejected as a whole",
+    "correction/dropped_frac": "share of tokens that the correction drops, those of rejected completions included",
     "correction/skipped_updates": "updates that changed nothing: no advantage, all rejected, not finite",
     "update/nonfinite": "updates that changed nothing because their loss or gradient was not finite",
     "update/max_tokens": "of a learner forward: update.max_tokens, or trainer.max_tokens if supervised, halved "
     "wherever memory ran out",
+    "distill/loss": "of the sampler's adapter (only with distill.r)",
+    "distill/kl": "its KL between dense model and sparse sampler, mean over tokens",
+    "distill/grad_norm": "of the adapter, before clipping",
+    "distill/overlap_mean": "of some rollouts: what the sparse sampler shares with the dense model after the step's "
+    "updates, as mismatch/overlap_mean (every distill.every steps)",
+    "distill/overlap_mean_without": "the same without the adapter; what an evicting policy kept stays as it was",
+    "distill/overlap_p05": "5th percentile of the first over tokens",
+    "distill/overlap_p05_without": "5th percentile of the second over tokens",
     "train/working_frac": "share of completions with something to learn from: an advantage, or a KL term",
+    "alarm/rejection": "1 while more than 15 % of the completions are rejected, and for ten steps after",
+    "alarm/tail": "1 while a tail/{BIN}/overlap is more than 0.06 under control.target, and for ten steps after",
+    "alarm/length": "1 while completions are a quarter shorter than they were (means of ten steps), and for ten after",
+    "alarm/kl": "1 while the mismatch KL still rises after 200 steps, and for ten steps after",
     "epoch": "passes over the rows so far (only if supervised)",
     "train/tokens_per_s": "prompt and completion tokens over the time of the update (only if supervised)",
     "kv/saved_frac": "1 - entries held / entries a dense cache would hold, summed over decode steps",
+    "kv/budget/{BIN}": "kv.budget for contexts of that length in the step's rollouts",
+    "kv/budget_moves": "of the bins seen, those whose budget changes after this step (control.auto)",
     "kv/read_frac": "entries that attention read / those a dense cache would read, summed over decode steps, mean over "
     "layers; below the share held where a policy chooses pages",
     "kv/peak_frac": "mean peak of entries held, over what a dense cache would peak at",
@@ -93,12 +113,23 @@ METRICS: dict[str, str] = {
     "time/baseline_s": "greedy completions for remax",
     "time/reward_s": "grading",
     "time/update_s": "scoring and learning",
+    "time/distill_s": "learning of the sampler's adapter",
     "time/eval_s": "evaluation",
     "time/save_s": "the checkpoint before this step",
     "step_time": "seconds of the whole step",
 }
 
 HIGH_REJECTION = 0.15  # from here on the correction throws too much away
+REMEDIES = {  # what an alarm asks for
+    "alarm/rejection": "raise kv.budget, or choose a gentler policy or correction. rejected.jsonl shows which tokens "
+    "the dense model would not have written.",
+    "alarm/tail": "raise kv.budget for such contexts: a schedule, or kv.budget auto; if that is on, raise "
+    "control.largest.",
+    "alarm/length": "if the reward does not ask for short answers, the cache is too sparse for long ones: raise "
+    "kv.budget for long contexts (a schedule, or kv.budget auto), or choose a correction that keeps long rollouts, "
+    "prefix say.",
+    "alarm/kl": "raise kv.budget (or set it to auto), or lower optimizer.learning_rate.",
+}
 # What may differ between two equal runs.
 TIMES = ("time/", "step_time", "rollout/tokens_per_s", "train/tokens_per_s", "memory/")
 
@@ -107,6 +138,7 @@ def definition(name: str) -> str | None:
     """What a metric means, or None for a name nobody defined."""
     for pattern, text in METRICS.items():
         expression = re.escape(pattern).replace(r"\{NAME\}", r"[^/]+").replace(r"\{CACHE\}", "(dense|sparse)")
+        expression = expression.replace(r"\{BIN\}", r"\d+")
         if re.fullmatch(expression, name):
             return text
     return None

@@ -37,6 +37,8 @@ PARAMETERS = {  # as published
     "qwen2.5-7b": 7_615_616_512,
     "qwen3-1.7b": 1_720_574_976,
     "qwen3-4b": 4_022_468_096,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-14b": 14_768_307_200,
 }
 
 
@@ -131,9 +133,22 @@ def test_windows_hold_whole_intervals_of_full_caches():
     dense = window(Full(), prompt=12288, max_steps=100)
     assert (dense.start, dense.steps) == (25, 75)
     assert window(RKV(budget=4096), output=200).start == 47  # never compressed
-    assert (profile_window(RKV_512, 128).start, profile_window(RKV_512, 128).steps) == (512, 256)
     with pytest.raises(ValueError, match=r"--max-steps is 600, but caches are full after 512 .* at least 640"):
         window(RKV_512, max_steps=600)
+
+
+def test_what_is_profiled_is_the_work_itself():
+    def window(policy, **settings):
+        config = BenchConfig(**{"rows": 64, "output": 4096, **settings})
+        prompts = make_prompts(config, 10)
+        return profile_window(config, policy, prompts), full_window(config, policy, prompts)
+
+    assert window(RKV_512)[0] == Window(start=512, steps=256)
+    assert window(RKV_512, output=768)[0] is None and window(RKV_512, output=769)[0] is not None
+    assert window(Full())[0] == Window(start=8, steps=32)
+    profiled, measured = window(RKV_512, work="lognormal")
+    assert profiled == Window(start=measured.start, steps=256) and measured.start > 1500, "outputs have ended by then"
+    assert window(RKV_512, work="lognormal", output=256)[0] is None
 
 
 def test_dense_peak():

@@ -18,15 +18,6 @@ from sparse_rl.kernels.landmarks import choose_pages_ref, score_pages_ref, write
 SHAPES = [(1, 64, 16, 3), (2, 128, 32, 2), (8, 64, 16, 1), (3, 96, 48, 2)]
 
 
-@pytest.fixture
-def seed() -> int:
-    """Fresh numbers every time, printed when a test fails."""
-    seed = int(torch.randint(1 << 40, ()))
-    print("seed", seed)
-    torch.manual_seed(seed)
-    return seed
-
-
 def random_pool(num_pages, heads, page, dim, landmarks, dtype=torch.float32, device="cpu"):
     k, v = (torch.randn(num_pages, heads, page, dim, device=device).to(dtype) for _ in range(2))
     return LayerPool(
@@ -55,7 +46,7 @@ def ragged(rows, width, page, device="cpu"):
 
 
 @pytest.mark.parametrize("landmarks", [1, 2])
-def test_landmarks_are_the_mean_or_the_bounds_of_the_keys_held(landmarks, seed):
+def test_landmarks_are_the_mean_or_the_bounds_of_the_keys_held(landmarks):
     pool = random_pool(6, 2, 16, 8, landmarks, torch.float64)
     before = pool.landmarks_PKCD.clone()
     write_landmarks_ref(pool.k_PKSD, pool.landmarks_PKCD, torch.tensor([4, 1, 3]), torch.tensor([16, 5, 0]))
@@ -70,7 +61,7 @@ def test_landmarks_are_the_mean_or_the_bounds_of_the_keys_held(landmarks, seed):
 
 @pytest.mark.parametrize("landmarks", [1, 2])
 @pytest.mark.parametrize(("group", "dim", "page", "heads"), SHAPES)
-def test_triton_makes_the_landmarks_of_the_reference(group, dim, page, heads, landmarks, device, seed):
+def test_triton_makes_the_landmarks_of_the_reference(group, dim, page, heads, landmarks, device):
     """Of pages at once, and entry by entry into pages that held something else."""
     triton = pytest.importorskip("sparse_rl.kernels.landmarks_triton")
     decode = pytest.importorskip("sparse_rl.kernels.decode_triton")
@@ -95,7 +86,7 @@ def test_triton_makes_the_landmarks_of_the_reference(group, dim, page, heads, la
 
 @pytest.mark.parametrize("landmarks", [1, 2])
 @pytest.mark.parametrize("group", [1, 3, 8])
-def test_scores_equal_loops(landmarks, group, seed):
+def test_scores_equal_loops(landmarks, group):
     pool = random_pool(12, 2, 4, 8, landmarks, torch.float64)
     pages = torch.randperm(12).reshape(2, 6)
     q = torch.randn(2, 2 * group, 8, dtype=torch.float64)
@@ -150,7 +141,7 @@ def test_chosen_pages_equal_loops(rows, width, first, last, more, landmarks, tie
 
 @pytest.mark.parametrize("landmarks", [1, 2])
 @pytest.mark.parametrize(("group", "dim", "page", "heads"), SHAPES)
-def test_triton_chooses_what_the_reference_chooses(group, dim, page, heads, landmarks, device, seed):
+def test_triton_chooses_what_the_reference_chooses(group, dim, page, heads, landmarks, device):
     """Integers as landmarks and queries: sums are exact and ties are many. Budgets above and below the lengths."""
     triton = pytest.importorskip("sparse_rl.kernels.landmarks_triton")
     rows, width, first, last, most = 4, 37, 1, 2, 9
@@ -167,7 +158,7 @@ def test_triton_chooses_what_the_reference_chooses(group, dim, page, heads, land
         assert torch.equal(got.long(), expected)
 
 
-def test_triton_with_scores_that_are_no_numbers(device, seed):
+def test_triton_with_scores_that_are_no_numbers(device):
     triton = pytest.importorskip("sparse_rl.kernels.landmarks_triton")
     pool = random_pool(21, 1, 16, 64, 1, torch.float32, device)
     pages = torch.arange(1, 21, device=device)[None]
@@ -181,7 +172,7 @@ def test_triton_with_scores_that_are_no_numbers(device, seed):
     assert torch.equal(got.long(), choose_pages_ref(q, pool, pages, lengths, counts, **options))
 
 
-def test_landmarks_are_found_where_a_moved_pool_lies(device, seed):
+def test_landmarks_are_found_where_a_moved_pool_lies(device):
     triton = pytest.importorskip("sparse_rl.kernels.landmarks_triton")
     decode = pytest.importorskip("sparse_rl.kernels.decode_triton")
     anchor, pool = (random_pool(n, 2, 16, 64, 2, torch.float32, device) for n in (1, 9))

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -136,7 +136,8 @@ def test_the_most_that_a_sequence_holds_depends_on_its_length():
     assert reached(102) == 20, "14 left at 99 tokens, one more for each of 100 to 105"
     assert reached(117) == 35, "14 and 21 more, not the 45 or 1005 that the budgets would let it"
     assert reached(10_000) == 1005
-    assert policy.bound is None and Streaming(budget=named((0, 9), (30, 30)), interval=5).bound == 35
+    assert policy.bound == 1005 and replace(policy, protect_prompt=True).bound is None
+    assert Streaming(budget=named((0, 9), (30, 30)), interval=5).bound == 35
 
 
 def test_steps_until_a_cache_is_first_cut():

@@ -7,8 +7,11 @@ import pytest
 import torch
 from transformers import StaticCache
 
+from sparse_rl.kv import RKV
 from sparse_rl.model.attention import PackedRows, UnsupportedModelError, attention, attention_mask
 from sparse_rl.model.tiny import FAMILIES
+from sparse_rl.rollout import Engine, Sampling
+from sparse_rl.score.pack import pack
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -97,3 +100,20 @@ def test_without_a_scale_it_is_one_over_the_root_of_the_width():
     default, _ = attention(torch.nn.Identity(), **inputs, attention_mask=None)
     given, _ = attention(torch.nn.Identity(), **inputs, attention_mask=None, scaling=8**-0.5)
     torch.testing.assert_close(default, given)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
+def test_nobody_looks_for_packed_rows_in_the_positions(family, tiny, prompts, monkeypatch):
+    """That would wait for a GPU in every prefill and every forward of the learner."""
+    loaded = tiny(family)
+
+    def look(position_ids):
+        raise AssertionError("looked at the positions")
+
+    monkeypatch.setattr("transformers.masking_utils.find_packed_sequence_indices", look)
+    ids = torch.tensor([[1, 2]], device=loaded.model.device)
+    with pytest.raises(AssertionError, match="looked"):
+        loaded.model(input_ids=ids, position_ids=ids, use_cache=False)
+    rollouts = Engine(loaded, RKV(budget=9)).generate(prompts(12, 5), Sampling(max_tokens=3, stop_ids=()))
+    (microbatch,) = pack(rollouts, 100)
+    loaded.model(**microbatch.inputs(loaded.model.device))

@@ -56,6 +56,10 @@ BY_HAND = {
     "none": ([1, 1, 1, 1, 1, 1], [True, True]),
     "sparse_rl": ([0.8, 1.6, 0.4, 0, 0, 0], [True, False]),
     "sparse_rl_release": ([0.8 / MEAN_RELEASE, 0, 0, 0, 0, 0], [True, False]),
+    "prefix": ([0.8, 1.6, 0.4, 1.2, 0, 0], [True, True]),
+    "mask": ([0.8, 1.6, 0.4, 1.2, 0, 1.0], [True, True]),
+    # One of 3 tokens: 1 - exp(-3e-4) = 0.0003 is under 0.1, far more than chance gives.
+    "hazard": ([0.8, 1.6, 0.4, 0, 0, 0], [True, False]),
     "reject_only": ([1, 1, 1, 0, 0, 0], [True, False]),
     "reweight_only": (XI, [True, True]),
     "tis": ([0.8, 1.6, 0.4, 1.2, 5e-5, 1.0], [True, True]),
@@ -145,6 +149,11 @@ def test_dropped_tokens_have_no_gradient_even_if_broken():
         (lambda: LossConfig(surrogate="grpo"), "loss.surrogate"),
         (lambda: Correction(level="seq"), "correction.level"),
         (lambda: Correction(denominator="survivors"), "correction.denominator"),
+        (lambda: Correction(veto=1e-4, drops="suffix"), "correction.drops is 'suffix'; choose one of rollout, rest"),
+        (lambda: Correction(drops="rest"), "correction.drops is rest, but nothing is anomalous; set correction.veto"),
+        (lambda: Correction(hazard=1e-4), "correction.hazard is 0.0001, but nothing is anomalous"),
+        (lambda: Correction(veto=1e-4, hazard=-1.0), "correction.hazard is -1.0"),
+        (lambda: Correction(veto=1e-4, hazard=1e-4, drops="token"), "leave one of them out"),
     ],
 )
 def test_bad_settings_are_named(build, message):

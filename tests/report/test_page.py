@@ -43,6 +43,7 @@ def training(step: int, sparse: bool = True) -> dict[str, Any]:
     if step and sparse:
         line |= {f"mismatch/xi_{stat}": xi for stat, xi in (("p01", 0.01), ("p05", 0.5), ("p50", 1.0), ("p99", 1.4))}
         line |= {"mismatch/overlap_mean": 0.97, "mismatch/overlap_p05": 0.8, "mismatch/overlap_p01": None}
+        line |= {"tail/overlap_lowest": 0.75, "alarm/tail": 0}
         line |= {"rollout_corr/kl": 0.02, "rollout_corr/k3_kl": 0.03}
     if step % EVAL_STEPS == 0:
         line |= {"eval/dense/reward": 0.4 + step / 100, "eval/dense/reward_se": 0.02}
@@ -246,6 +247,13 @@ def test_advice(tmp_path, rejection, saved, policy, said):
     line = {"step": 1, "correction/rejection_rate": rejection, "kv/saved_frac": saved}
     text = report(write_run(tmp_path / "run", [line], config(policy)))
     assert re.findall('<p class="note">(.*?)</p>', text) == ([f"run: {said}"] if said else [])
+
+
+def test_alarms_are_told_with_what_to_change(tmp_path):
+    flags = [0, 1, 1, 0]
+    lines = [{"step": i + 1, "alarm/tail": on, "alarm/kl": 0, "kv/saved_frac": 0.5} for i, on in enumerate(flags)]
+    (note,) = re.findall('<p class="note">(.*?)</p>', report(write_run(tmp_path / "run", lines)))
+    assert note.startswith("run: alarm/tail was on at 2 of 4 steps; raise kv.budget")
 
 
 @pytest.mark.parametrize("metrics", [[], [{"step": 0, "eval/dense/reward": 0.5}], [{"step": 0, "reward": None}, {}]])

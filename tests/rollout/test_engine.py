@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import numpy as np
@@ -348,6 +349,19 @@ def test_few_ways_to_sample_are_kept_ready(tiny, prompts):
     decoder = sampler.decoders[1.0, 1.0, None, 0]
     sampler.generate(prompts(5), Sampling(max_tokens=3))
     assert sampler.decoders[1.0, 1.0, None, 0] is decoder
+
+
+def test_graphs_of_all_sizes_can_be_made_at_once(tiny, prompts, monkeypatch):
+    sampler = engine(tiny(), rows=13)
+    sampler.generate(prompts(5), Sampling(max_tokens=3))
+    (decoder,) = sampler.decoders.values()
+    decoder.capture()
+    assert not decoder.graphs, "a CPU has none"
+    monkeypatch.setattr("torch.cuda.device", lambda device: nullcontext())
+    monkeypatch.setattr(decoder, "_capture", lambda batch: decoder.graphs.update({batch: None}))
+    decoder.uses_graphs, decoder.graphs = True, {4: None}
+    decoder.capture()
+    assert sorted(decoder.graphs) == [3, 4, 6, 8, 13]
 
 
 def test_released_memory_comes_back_when_asked_for_or_needed(tiny, prompts):

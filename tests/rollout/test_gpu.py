@@ -7,8 +7,11 @@ import time
 
 import pytest
 import torch
+from plain_torch import run_the_references
+from schedules import named
 
-from sparse_rl.kv import GKV, H2O, RKV, Full, KeyDiff, Knorm, PagesMean, SnapKV, Streaming
+from sparse_rl.bench.floor import module_logprobs
+from sparse_rl.kv import GKV, H2O, RKV, TOVA, Full, KeyDiff, Knorm, PagesMean, Random, SnapKV, Streaming
 from sparse_rl.model.dry_run import dry_run
 from sparse_rl.model.load import LoadedModel
 from sparse_rl.model.shapes import random_model
@@ -72,17 +75,18 @@ def test_compiled_layers_agree_with_their_modules(family, tiny, prompts):
 
 @pytest.mark.parametrize(
     "policy",
-    [*POLICIES, *(policy(budget=32, interval=16) for policy in (Knorm, KeyDiff, H2O, GKV))],
+    [
+        *POLICIES,
+        *(policy(budget=32, interval=16) for policy in (Knorm, KeyDiff, TOVA, H2O, GKV, Random)),
+        RKV(budget=named((0, 40, 90), (16, 32, 48)), interval=16),
+    ],
     ids=lambda p: p.name,
 )
 def test_triton_draws_what_the_reference_kernels_draw(policy, tiny, prompts, monkeypatch):
     loaded = tiny("qwen3")
     sampling = Sampling(max_tokens=70, n=3, seed=9, stop_ids=())
     triton = Engine(loaded, policy, EngineConfig(rows=8, page_size=16)).generate(prompts(*LENGTHS), sampling)
-    for module in ("decode", "importance", "keys", "compact", "sampling"):
-        monkeypatch.setattr(f"sparse_rl.kernels.{module}.use_triton", lambda x: False)
-    for module in ("kv.cache", "rollout.decoder", "rollout.runner"):
-        monkeypatch.setattr(f"sparse_rl.{module}.use_triton", lambda x: False)
+    run_the_references(monkeypatch)
     reference = Engine(loaded, policy, EngineConfig(rows=8, page_size=16)).generate(prompts(*LENGTHS), sampling)
     same_up_to_rounding(triton, reference, atol=1e-4)
 
@@ -116,18 +120,7 @@ def test_dense_decoding_is_as_close_to_the_dense_forward_as_the_modules_own(real
     dense = score(real.model, rollouts)
     ours = torch.cat([(d.dense_logprobs - r.sampler_logprobs).abs() for d, r in zip(dense, rollouts, strict=True)])
 
-    ids = torch.stack([torch.cat([torch.tensor(prompt), r.token_ids]) for r in rollouts]).to(real.model.device)
-    real.model.set_attn_implementation("sdpa")
-    try:
-        with torch.no_grad():
-            out = real.model(ids[:, :64], use_cache=True)
-            own = [out.logits[:, -1]]
-            for t in range(64, ids.shape[1] - 1):
-                out = real.model(ids[:, t : t + 1], past_key_values=out.past_key_values, use_cache=True)
-                own.append(out.logits[:, -1])
-    finally:
-        real.model.set_attn_implementation("sparse_rl")
-    logprobs = torch.stack(own, 1).float().log_softmax(-1).gather(-1, ids[:, 64:, None])[..., 0].cpu()
+    logprobs = module_logprobs(real.model, rollouts, slice(0, 128))
     theirs = (torch.stack([d.dense_logprobs for d in dense]) - logprobs).abs().flatten()
     print(
         f"mean |log xi|: engine {ours.mean():.2e}, module {theirs.mean():.2e}; max {ours.max():.2e}, {theirs.max():.2e}"
@@ -213,12 +206,20 @@ def test_moved_parameters_are_noticed(prompts):
     assert tokens(moved) == tokens(fresh)
 
 
-def test_decoding_does_not_wait_for_the_device(tiny, prompts, monkeypatch):
-    """Between prefills nothing synchronises: torch raises where it would."""
+@pytest.mark.parametrize(
+    "policy",
+    [
+        *(policy(budget=32, interval=16) for policy in (RKV, TOVA, H2O, GKV, Random)),
+        RKV(budget=32, interval=16, order="score"),
+        RKV(budget=named((0, 40, 90), (16, 32, 48)), interval=16),
+    ],
+    ids=lambda p: p.name,
+)
+def test_decoding_does_not_wait_for_the_device(policy, tiny, prompts, monkeypatch):
+    """Nothing synchronises but what looks at the tokens: torch raises where it would."""
     from sparse_rl.rollout.runner import Runner
 
-    loaded, policy = tiny(), RKV(budget=32, interval=16)
-    engine = Engine(loaded, policy, EngineConfig(rows=8))
+    engine = Engine(tiny(), policy, EngineConfig(rows=8))
     engine.generate(prompts(*LENGTHS), Sampling(max_tokens=200, stop_ids=()))  # captures
 
     def strictly(function):
@@ -231,7 +232,7 @@ def test_decoding_does_not_wait_for_the_device(tiny, prompts, monkeypatch):
 
         return call
 
-    for name in ("decode", "compress", "fetch", "start"):
+    for name in ("prefill", "compress_prompts", "start", "decode", "compress", "fetch"):
         monkeypatch.setattr(Runner, name, strictly(getattr(Runner, name)))
     engine.generate(prompts(*LENGTHS), Sampling(max_tokens=200, stop_ids=()))
 
@@ -258,13 +259,3 @@ def test_a_model_that_cannot_be_captured_decodes_eagerly(tiny, prompts, monkeypa
     same_up_to_rounding(again.generate(prompts(5, 9), Sampling(max_tokens=20, n=2)), expected, atol=1e-4)
     assert next(iter(again.decoders.values())).graphs
     torch.randn(3, device="cuda")
-
-
-def test_a_pool_is_sized_from_what_is_free_less_a_reserve(tiny, prompts, monkeypatch):
-    loaded = tiny()
-    engine = Engine(loaded, Full(), EngineConfig(rows=64))
-    page = engine.page_size * loaded.shape.entry_bytes
-    total = torch.cuda.get_device_properties(0).total_memory
-    monkeypatch.setattr("sparse_rl.rollout.engine.free_bytes", lambda device: total // 10 + 50 * page + page // 2)
-    engine.generate(prompts(5), Sampling(max_tokens=1000, n=64, stop_ids=()))
-    assert engine.stats.num_pages == 50 and engine.stats.num_preemptions > 0

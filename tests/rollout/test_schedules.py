@@ -81,3 +81,17 @@ def test_the_kv_that_was_saved_is_that_of_the_schedule(tiny, prompts):
     assert rollout.kv.held == tuple(steps) and rollout.kv.full == sum(range(21, 90))
     assert rollout.kv.saved_frac == pytest.approx(1 - sum(steps) / sum(range(21, 90)))
     assert rollout.kv.peak == max(steps) == 17 + 22 and rollout.kv.num_compressions == len(left)
+
+
+def test_another_budget_between_calls_is_an_engine_with_that_budget(tiny, prompts):
+    """Smaller, larger and by steps; decode steps are made anew only where a row needs more room than before."""
+    loaded, given = tiny(), prompts(3, 42)
+    moving, made = engine(loaded, RKV(budget=24, interval=5, window=4)), []
+    for budget in (24, 12, 60, 61, "16@0+40@50"):
+        policy = RKV(budget=budget, interval=5, window=4)
+        moving.use(policy)
+        got, expected = (each.generate(given, SAMPLING) for each in (moving, engine(loaded, policy)))
+        for one, other in zip(got, expected, strict=True):
+            assert torch.equal(one.token_ids, other.token_ids) and one.kv.held == other.kv.held
+        made.append(next(iter(moving.decoders.values())))
+    assert made[0] is made[1] and made[1] is not made[2] and made[2] is made[3] is made[4]

@@ -9,12 +9,14 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from sparse_rl.bench.against import Timed, time_generate, time_vllm
+from sparse_rl.bench.floor import FLOOR_ROLLOUTS, FLOOR_TOKENS, rollouts_for, xi_floor
 from sparse_rl.bench.meter import Meter, run, run_until, synchronize
 from sparse_rl.bench.profile import Profiler
 from sparse_rl.bench.roofline import FORMULA, Roofline, device_limits, linear_parameters
@@ -27,16 +29,15 @@ from sparse_rl.bench.work import (
     profile_window,
     steps_to_fill,
 )
-from sparse_rl.kv import EvictPolicy, Full, KVPolicy, SelectPolicy
+from sparse_rl.kv import EvictPolicy, Full, KVPolicy
 from sparse_rl.model.load import LoadedModel
+from sparse_rl.model.sampler_adapter import SamplerAdapter
 from sparse_rl.model.shapes import random_model, shape_config
 from sparse_rl.rollout import Engine, EngineConfig, Progress, Sampling
 from sparse_rl.rollout.decoder import first_line
 from sparse_rl.runfolder import hardware
-from sparse_rl.score import score
 from sparse_rl.types import Prompt, Rollout
 
-FLOOR_ROLLOUTS = 8  # scored for the floor of xi
 WARM_TOKENS = 8  # beyond the first compression
 
 
@@ -93,10 +94,11 @@ def measure(
     loaded = random_model(config.shape, config.device, dtype, config.seed)
     prompts = make_prompts(config, loaded.vocab_size)
     engine = Engine(loaded, policy, replace(engine_config, rows=config.rows))
-    results = _engine_results(
-        Bench(config=config, policy=policy, loaded=loaded, engine=engine, prompts=prompts, say=say, show=show)
-    )
-    return results
+    adapter = SamplerAdapter(loaded.model, config.adapter, config.adapter, config.seed) if config.adapter else None
+    with adapter.on(loaded.model) if adapter is not None else nullcontext():
+        return _engine_results(
+            Bench(config=config, policy=policy, loaded=loaded, engine=engine, prompts=prompts, say=say, show=show)
+        )
 
 
 def _engine_results(bench: Bench) -> dict[str, Any]:
@@ -144,50 +146,30 @@ def warm_up(bench: Bench) -> tuple[float, dict[str, float] | None]:
     synchronize(bench.device)
     began = time.perf_counter()
     num_prompts = max(2, -(-config.rows // config.n))
-    fill = steps_to_fill(bench.policy, config.prompt)
+    fill = steps_to_fill(bench.policy, config.prompt) or FLOOR_TOKENS
     steps = fill + WARM_TOKENS + num_prompts.bit_length()
     short = [
         replace(prompt, max_tokens=max(1, min(steps - i.bit_length(), config.output)) if i else config.output)
         for i, prompt in enumerate((bench.prompts * 2)[:num_prompts])
     ]
     finished = run_until(bench.engine, short[::-1], bench.sampling, unfinished=config.n)[:FLOOR_ROLLOUTS]
+    for decoder in bench.engine.decoders.values():
+        decoder.capture()
     synchronize(bench.device)
     seconds = time.perf_counter() - began
-    if bench.policy.selection is not None:
-        return seconds, xi_floor(bench.loaded, _read_whole(bench, short, bench.policy.selection), WARM_TOKENS)
-    if isinstance(bench.policy, EvictPolicy) and config.prompt > bench.policy.target(config.prompt, config.prompt):
-        # Nothing of these is dense: a few tokens with a dense cache instead.
-        dense = Engine(bench.loaded, Full(), replace(bench.engine.config, rows=FLOOR_ROLLOUTS))
-        few = [replace(prompt, max_tokens=WARM_TOKENS) for prompt in bench.prompts[:FLOOR_ROLLOUTS]]
-        finished, fill = dense.generate(few, replace(bench.sampling, n=1)), 0
-    return seconds, xi_floor(bench.loaded, finished, fill or steps)
+    policy = bench.policy
+    cut_at_once = isinstance(policy, EvictPolicy) and config.prompt > policy.target(config.prompt, config.prompt)
+    if cut_at_once or policy.selection is not None:
+        finished, fill = _dense_rollouts(bench), FLOOR_TOKENS  # nothing of what has finished is dense
+    return seconds, xi_floor(bench.loaded, finished, fill)
 
 
-def _read_whole(bench: Bench, warm: list[Prompt], selection: SelectPolicy) -> list[Rollout]:
-    """A few tokens after prompts so short that all their pages are read and nothing is cut.
-
-    The last prompt keeps the pool as it is and is left unfinished, as in the warm-up.
-    """
-    schedules = [each.schedule for each in (bench.policy, selection) if isinstance(each, EvictPolicy | SelectPolicy)]
-    least = min(budget for schedule in schedules for budget in schedule.budgets)
-    length = least // bench.engine.page_size * bench.engine.page_size - WARM_TOKENS
-    if length < 1:
-        return []
-    few = [replace(prompt, ids=prompt.ids[:length], max_tokens=WARM_TOKENS) for prompt in warm]
-    finished = run_until(bench.engine, [*few, warm[0]], bench.sampling, unfinished=bench.config.n)
-    return [rollout for rollout in finished if len(rollout.prompt.ids) <= length][:FLOOR_ROLLOUTS]
-
-
-def xi_floor(loaded: LoadedModel, rollouts: list[Rollout], dense_tokens: int) -> dict[str, float] | None:
-    """|log xi| where nothing has been dropped yet: rounding alone, decode against teacher-forced forward."""
-    if not rollouts:
-        return None
-    gaps = [
-        (dense.dense_logprobs - rollout.sampler_logprobs)[:dense_tokens].abs()
-        for rollout, dense in zip(rollouts, score(loaded.model, rollouts), strict=True)
-    ]
-    log_xi = torch.cat(gaps)
-    return {"mean": float(log_xi.mean()), "max": float(log_xi.max()), "tokens": len(log_xi)}
+def _dense_rollouts(bench: Bench) -> list[Rollout]:
+    """A few tokens of the same prompts with a dense cache."""
+    few = [replace(prompt, max_tokens=min(FLOOR_TOKENS, bench.config.output)) for prompt in bench.prompts]
+    few = few[: rollouts_for(bench.config.prompt + FLOOR_TOKENS)]
+    config = replace(bench.engine.config, rows=len(few), pool_pages=None, pool_bytes=None)
+    return Engine(bench.loaded, Full(), config).generate(few, replace(bench.sampling, n=1))
 
 
 def _kv(bench: Bench, meter: Meter) -> dict[str, Any]:
@@ -239,11 +221,10 @@ def _roofline(bench: Bench, meter: Meter, tokens_per_s: float) -> dict[str, Any]
 
 
 def _split(bench: Bench, step_ms: float) -> dict[str, float]:
-    """A step's milliseconds by kernels, and the rest of it: the host, and gaps between kernels."""
+    """A step's milliseconds by kernels, and what is left of it: the host, and gaps between kernels."""
     config = bench.config
-    window = profile_window(bench.policy, config.prompt)
-    fits = window.start + window.steps < config.output
-    if not config.profile or bench.device.type != "cuda" or not fits:
+    window = profile_window(config, bench.policy, bench.prompts)
+    if not config.profile or bench.device.type != "cuda" or window is None:
         return {"total": step_ms}
     bench.say("profiling")
     profiler = Profiler()
@@ -256,16 +237,15 @@ def _split(bench: Bench, step_ms: float) -> dict[str, float]:
         on_open=profiler.start,
         on_close=profiler.stop,
     )
-    prompts = [replace(prompt, max_tokens=config.output) for prompt in bench.prompts]
     try:
-        run(bench.engine, prompts, bench.sampling, meter)
+        run(bench.engine, bench.prompts, bench.sampling, meter)
     finally:
         if meter.first is not None and not meter.closed:
             profiler.stop()  # or rivals would be measured with it
     if not meter.closed:
         return {"total": step_ms}
     split = {name: 1e3 * seconds / meter.steps for name, seconds in profiler.seconds().items()}
-    return {**split, "host": max(0.0, step_ms - sum(split.values())), "total": step_ms}
+    return {**split, "other": max(0.0, step_ms - sum(split.values())), "total": step_ms}
 
 
 def time_full(config: BenchConfig, dtype: torch.dtype, engine: EngineConfig, say: Callable[[str], None]) -> Timed:

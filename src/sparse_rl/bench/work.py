@@ -14,11 +14,11 @@ import numpy as np
 import torch
 
 from sparse_rl.kv import EvictPolicy, KVPolicy
+from sparse_rl.rollout.engine import MAX_ROWS
 from sparse_rl.types import Prompt
 
 WORKS = {"standard": 2, "lognormal": 4}  # requests a row
 RIVALS = ("full", "generate", "vllm")
-MAX_ROWS = 1 << 16
 SIGMA = 0.6
 BEFORE_THE_END = 0.95  # of an output: a window ends before the first row does
 
@@ -39,6 +39,7 @@ class BenchConfig:
     profile: split a step's time by kernels, in a second, short run (on a GPU)
     against: others to run the same work, separated by commas: generate, vllm, or full for the engine's own dense cache
     generate_tokens: tokens an output that `generate` is run for
+    adapter: rank of a sampler's adapter (DistillSparse) on every projection, to see what it costs; 0 for none
     bandwidth: bytes a second the device's memory is read with, for the roofline
     flops: operations a second of the device's matrix units in this dtype, for the roofline
     seed: of weights, prompts, lengths and samples
@@ -56,6 +57,7 @@ class BenchConfig:
     profile: bool = True
     against: str = ""
     generate_tokens: int = 256
+    adapter: int = 0
     bandwidth: float | None = None
     flops: float | None = None
     seed: int = 0
@@ -65,10 +67,11 @@ class BenchConfig:
             given = getattr(self, field)
             if given is not None and given < 1:
                 raise ValueError(f"--{field.replace('_', '-')} is {given}; it must be at least 1.")
-        if self.seed < 0:
-            raise ValueError(f"--seed is {self.seed}; it must be at least 0.")
+        for field in ("seed", "adapter"):
+            if getattr(self, field) < 0:
+                raise ValueError(f"--{field} is {getattr(self, field)}; it must be at least 0.")
         if self.rows > MAX_ROWS:
-            raise ValueError(f"--rows is {self.rows}; at most {MAX_ROWS} make sense.")
+            raise ValueError(f"--rows is {self.rows}; it must be at most {MAX_ROWS}.")
         if self.work not in WORKS:
             raise ValueError(f"--work is {self.work!r}; choose one of {', '.join(WORKS)}.")
         for rival in self.rivals:
@@ -152,12 +155,19 @@ def full_window(config: BenchConfig, policy: KVPolicy, prompts: list[Prompt]) ->
     return Window(start=last // 4, steps=last - last // 4)
 
 
-def profile_window(policy: KVPolicy, prompt: int) -> Window:
-    """About two compressions, or 32 steps of a dense cache."""
-    if not isinstance(policy, EvictPolicy):
-        return Window(start=8, steps=32)
-    times = 2 if policy.interval <= 256 else 1  # the profiler keeps every kernel in memory
-    return Window(start=steps_to_fill(policy, prompt), steps=times * policy.interval)
+def profile_window(config: BenchConfig, policy: KVPolicy, prompts: list[Prompt]) -> Window | None:
+    """About two compressions, or 32 steps of a dense cache, of the work itself; None if it is too short for that.
+
+    Where lengths differ, rows are in all phases by then, and refills fall into it.
+    """
+    fill, steps = 8, 32
+    if isinstance(policy, EvictPolicy):
+        times = 2 if policy.interval <= 256 else 1  # the profiler keeps every kernel in memory
+        fill, steps = steps_to_fill(policy, config.prompt), times * policy.interval
+    if config.work != "standard":
+        full = full_window(config, policy, prompts)
+        return Window(start=full.start, steps=steps) if steps <= full.steps else None
+    return Window(start=fill, steps=steps) if fill + steps < config.output else None
 
 
 def dense_peak_entries(config: BenchConfig, prompts: list[Prompt]) -> int:

@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 
-COMMANDS = ("train", "sft", "plan", "generate", "eval", "report", "inspect", "export", "bench", "data")
+COMMANDS = ("train", "sft", "plan", "calibrate", "generate", "eval", "report", "inspect", "export", "bench", "data")
 
 USAGE = """usage: sparse-rl COMMAND ...
 
@@ -18,6 +18,7 @@ commands:
   train      train a model on a task; without a setting, the embedded model on the embedded task
   sft        teach a model completions to imitate, so that training has something to reward
   plan       what a training run holds in memory, whether it fits, and what to change if it does not
+  calibrate  the cheapest KV budget by context length that keeps a model near its dense self, and what it saves
   generate   sample from a model whose KV cache is compressed while it decodes
   eval       accuracy of models on benchmarks, dense and compressed caches side by side
   report     one HTML page with plots and tables of one or several runs

@@ -145,6 +145,7 @@ def default_label(config: BenchConfig, policy: Any) -> str:
         parts.append(f"{policy.budget}+{policy.interval}" if hasattr(policy, "interval") else str(policy.budget))
     parts += [f"{config.rows} rows", f"{config.prompt}+{config.output}", config.work]
     parts += [f"n {config.n}"] if config.n > 1 else []
+    parts += [f"adapter {config.adapter}"] if config.adapter else []
     parts += [f"{config.max_steps} steps"] if config.cut else []
     return ", ".join(parts)
 
@@ -185,7 +186,8 @@ def lines(record: dict[str, Any]) -> list[str]:
     )
     floor = results["xi_floor"]
     if floor is not None:
-        shown.append(("xi floor", f"|log xi| mean {floor['mean']:.2g}, max {floor['max']:.2g}: rounding alone"))
+        ours = f"|log xi| mean {floor['mean']:.2g}, max {floor['max']:.2g}: rounding alone"
+        shown.append(("xi floor", f"{ours}; the module's own {floor['module_mean']:.2g}, {floor['module_max']:.2g}"))
     shown.append(
         (
             "warm-up",

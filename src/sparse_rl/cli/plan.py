@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PROMPT = 512  # tokens, where nobody says
-MAX_ROWS = 1 << 20
 
 DESCRIPTION = """What a training run will hold in memory, from its settings alone: nothing is loaded, nothing is run.
 
@@ -108,8 +107,6 @@ def plan_of(
         raise ValueError(f"--ranks is {ranks}; it must be at least 1.")
     if ranks > 1:
         check_sharded(parts["optimizer"])
-    if parts["engine"].rows > MAX_ROWS:
-        raise ValueError(f"engine.rows is {parts['engine'].rows}; at most {MAX_ROWS:,} make sense.")
     size = _size(settings.model, shape, settings.dtype, device.cuda, download)
     if prompt is not None and prompt >= size.context:
         raise ValueError(f"--prompt is {prompt}, but the model's context is {size.context}; shorten it.")

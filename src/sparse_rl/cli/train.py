@@ -30,6 +30,7 @@ too (--num_generations, --learning_rate, ...).
   sparse-rl train --trainer.output_dir runs/first --trainer.resume_from_checkpoint true
   sparse-rl train --lora.r 16 --optimizer.learning_rate 1e-5 --trainer.output_dir runs/adapters
   sparse-rl train --kv.policy snapkv --kv.budget 64 --correction.preset tis --dry-run
+  sparse-rl train --kv.policy rkv --kv.budget auto --control.target 0.86 ...   (the budget follows what is measured)
   torchrun --nproc-per-node 8 -m sparse_rl train --config qwen2.5-1.5b.yaml ...   (weights sharded over 8 GPUs)
 """
 
@@ -45,14 +46,17 @@ def read(arguments: list[str], parser: ArgumentParser) -> tuple[Namespace, Any, 
     from sparse_rl.objective.loss import LossConfig
     from sparse_rl.rollout import EngineConfig, Sampling
     from sparse_rl.tasks import GradingConfig
-    from sparse_rl.train import OptimizerConfig, TrainerConfig, UpdateConfig
+    from sparse_rl.train import ControlConfig, OptimizerConfig, TrainerConfig, UpdateConfig
     from sparse_rl.train.config import check_settings
+    from sparse_rl.train.distill import DistillConfig
 
     for key in ("model", "device", "kv", "task", "correction"):
         if settings[key] is None:
             raise ValueError(f"{key} is null; give it a value or leave it out.")
     model_dtype(settings.dtype)  # or it is unknown
     task = build_task(settings["task"])
+    if settings.kv.budget == "auto":
+        settings.kv.budget, settings.control.auto = None, True  # from the policy's own default
     if settings.unsafe_code:
         settings.grading.unsafe_code = True
     parts: dict[str, Any] = {
@@ -64,6 +68,8 @@ def read(arguments: list[str], parser: ArgumentParser) -> tuple[Namespace, Any, 
         "update": build_section(UpdateConfig, "update", settings["update"]),
         "optimizer": build_section(OptimizerConfig, "optimizer", settings["optimizer"]),
         "lora": build_section(LoraConfig, "lora", settings["lora"]),
+        "control": build_section(ControlConfig, "control", settings["control"]),
+        "distill": build_section(DistillConfig, "distill", settings["distill"]),
         "eval": build_section(EvalConfig, "eval", settings["eval"]),
         "config": build_section(TrainerConfig, "trainer", settings["trainer"]),
         "grading": build_section(GradingConfig, "grading", settings["grading"]),
@@ -122,7 +128,8 @@ def train_parser(command: str = "train", description: str = DESCRIPTION) -> Argu
     from sparse_rl.objective.loss import LossConfig
     from sparse_rl.rollout import EngineConfig, Sampling
     from sparse_rl.tasks import GradingConfig
-    from sparse_rl.train import OptimizerConfig, TrainerConfig, UpdateConfig
+    from sparse_rl.train import ControlConfig, OptimizerConfig, TrainerConfig, UpdateConfig
+    from sparse_rl.train.distill import DistillConfig
 
     parser = make_parser(command, description)
     parser.add_argument("--config", action="config", help="YAML file with any of these settings, or a recipe's name")
@@ -139,7 +146,9 @@ def train_parser(command: str = "train", description: str = DESCRIPTION) -> Argu
         ("loss", LossConfig),
         ("optimizer", OptimizerConfig),
         ("lora", LoraConfig),
+        ("distill", DistillConfig),
         ("update", UpdateConfig),
+        ("control", ControlConfig),
         ("eval", EvalConfig),
         ("engine", EngineConfig),
         ("grading", GradingConfig),
@@ -202,7 +211,7 @@ def _resolved(settings: Namespace, task: Any, parts: dict[str, Any]) -> dict[str
     sections["kv"] = {"policy": parts["kv"].name, **asdict(parts["kv"])}
     given = {key: value for key, value in asdict(parts["correction"]).items() if value is not None}
     sections["correction"] = {"preset": settings.correction.preset, **given}
-    for name in ("sampling", "loss", "optimizer", "lora", "update", "eval", "engine", "grading"):
+    for name in ("sampling", "loss", "optimizer", "lora", "distill", "update", "control", "eval", "engine", "grading"):
         sections[name] = asdict(parts[name])
     for name in TRAINER_SETS:
         del sections["sampling"][name]

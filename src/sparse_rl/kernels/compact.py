@@ -62,8 +62,9 @@ def select_ref(
     size = importance_BKS.shape[-1]
     slot = torch.arange(size, device=importance_BKS.device)
     written_BKS = (slot < lengths_B[:, None])[:, None].expand_as(importance_BKS)
-    assert bool((counts_B <= lengths_B.clamp(max=max_count)).all()), "more entries to keep than there are"
-    assert bool((protected_BKS.sum(-1) <= counts_B[:, None]).all()), "more protected entries than can be kept"
+    if not importance_BKS.is_cuda:  # where it would wait
+        assert bool((counts_B <= lengths_B.clamp(max=max_count)).all()), "more entries to keep than there are"
+        assert bool((protected_BKS.sum(-1) <= counts_B[:, None]).all()), "more protected entries than can be kept"
 
     # Two stable sorts make one order: empty slots, then by importance, then protected entries last.
     by_importance = importance_BKS.nan_to_num(nan=float("-inf")).argsort(dim=-1, stable=True)
@@ -84,11 +85,13 @@ def compact_ref(
     counts_B: torch.Tensor,  # how many of the T are real
 ) -> None:
     """In place: slot t of row b and head h becomes what slot kept[b, h, t] was."""
-    num_heads, page_size = pools[0].shape[1:3]
-    device = kept_BKT.device
-    row, slot = (torch.arange(kept_BKT.shape[2], device=device)[None, :] < counts_B[:, None]).nonzero(as_tuple=True)
-    page = pages_BN[row, slot // page_size]
+    page_size = pools[0].shape[2]
+    # What is not real repeats the last that is, so that nothing has to be counted, which would wait for a GPU.
+    last_B = (counts_B - 1).clamp(min=0)
+    slot_BT = torch.minimum(torch.arange(kept_BKT.shape[2], device=kept_BKT.device), last_B[:, None])
+    kept_BKT = kept_BKT.gather(-1, slot_BT[:, None].expand_as(kept_BKT))
+    page_BT = pages_BN.gather(1, slot_BT // page_size)
     for pool in pools:
         entries = gather_pages_ref(pool, pages_BN)
         index = kept_BKT.reshape(*kept_BKT.shape, *[1] * (entries.ndim - 3)).expand(-1, -1, -1, *entries.shape[3:])
-        pool[page, :, slot % page_size] = entries.gather(2, index)[row, :, slot].reshape(-1, num_heads, *pool.shape[3:])
+        pool[page_BT, :, slot_BT % page_size] = entries.gather(2, index).transpose(1, 2)

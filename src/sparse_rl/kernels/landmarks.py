@@ -86,8 +86,26 @@ def choose_pages_ref(
     width: int,
 ) -> torch.Tensor:
     scores_BKN = score_pages_ref(q_BHD, pool, pages_BN)
-    num_pages_B = -(-lengths_B // pool.k_PKSD.shape[2])
-    place = torch.arange(pages_BN.shape[1], device=pages_BN.device)
+    page_size = pool.k_PKSD.shape[2]
+    chosen_BKN = chosen_pages_ref(scores_BKN, lengths_B, counts_B, page_size=page_size, first=first, last=last)
+    ascending = chosen_BKN.logical_not().int().argsort(dim=-1, stable=True)
+    listed = pages_BN[:, None].expand_as(scores_BKN).gather(-1, ascending)[..., :width]
+    place = torch.arange(width, device=pages_BN.device)
+    return listed.masked_fill((place[: listed.shape[-1]] >= counts_B[:, None])[:, None], 0)
+
+
+def chosen_pages_ref(
+    scores_BKN: torch.Tensor,
+    lengths_B: torch.Tensor,
+    counts_B: torch.Tensor,
+    *,
+    page_size: int,
+    first: int,
+    last: int,
+) -> torch.Tensor:
+    """Which pages each row and KV head reads, B K N bool: the first and last ones, then those of the best scores."""
+    num_pages_B = -(-lengths_B // page_size)
+    place = torch.arange(scores_BKN.shape[-1], device=scores_BKN.device)
     held_BN = place < num_pages_B[:, None]
     reserved_BN = held_BN & ((place < first) | (place >= num_pages_B[:, None] - last))
 
@@ -96,10 +114,7 @@ def choose_pages_ref(
     rank_BKN = (1 - reserved_BN.int() + 2 * (~held_BN).int())[:, None].expand_as(scores_BKN)
     best_first = by_score.gather(-1, rank_BKN.gather(-1, by_score).argsort(dim=-1, stable=True))
     chosen = (place < counts_B[:, None])[:, None].expand_as(scores_BKN)
-    chosen_BKN = torch.zeros_like(chosen).scatter(-1, best_first, chosen)
-    ascending = chosen_BKN.logical_not().int().argsort(dim=-1, stable=True)
-    listed = pages_BN[:, None].expand_as(scores_BKN).gather(-1, ascending)[..., :width]
-    return listed.masked_fill((place[:width] >= counts_B[:, None])[:, None], 0)
+    return torch.zeros_like(chosen).scatter(-1, best_first, chosen)
 
 
 def score_pages_ref(q_BHD: torch.Tensor, pool: LayerPool, pages_BN: torch.Tensor) -> torch.Tensor:
@@ -107,6 +122,13 @@ def score_pages_ref(q_BHD: torch.Tensor, pool: LayerPool, pages_BN: torch.Tensor
     assert pool.landmarks_PKCD is not None
     exact = torch.float64 if q_BHD.dtype == torch.float64 else torch.float32
     landmarks_BNKCD = pool.landmarks_PKCD[pages_BN].to(exact)
-    q_BKGD = q_BHD.unflatten(1, (landmarks_BNKCD.shape[2], -1)).to(exact)
-    parts = [q_BKGD] if landmarks_BNKCD.shape[3] == 1 else [q_BKGD.clamp(max=0.0), q_BKGD.clamp(min=0.0)]
-    return torch.einsum("bkcd,bnkcd->bkn", torch.stack(parts, dim=3).sum(2), landmarks_BNKCD) / q_BKGD.shape[2]
+    num_kv_heads, num_landmarks = landmarks_BNKCD.shape[2:4]
+    parts_BKCD = query_parts_ref(q_BHD, num_kv_heads, num_landmarks, exact)
+    return torch.einsum("bkcd,bnkcd->bkn", parts_BKCD, landmarks_BNKCD)
+
+
+def query_parts_ref(q_BHD: torch.Tensor, num_kv_heads: int, num_landmarks: int, dtype: torch.dtype) -> torch.Tensor:
+    """What a page's landmarks are multiplied with for its score, B K C D: the mean over a group's query heads."""
+    q_BKGD = q_BHD.unflatten(1, (num_kv_heads, -1)).to(dtype)
+    parts = [q_BKGD] if num_landmarks == 1 else [q_BKGD.clamp(max=0.0), q_BKGD.clamp(min=0.0)]
+    return torch.stack(parts, dim=3).mean(2)

@@ -71,7 +71,7 @@ class KVPolicy:
 
     @property
     def bound(self) -> int | None:
-        """Most entries a decoding sequence comes to hold, if that is one number for all of them."""
+        """No decoding sequence comes to hold more entries, whatever its length; None if there is no such number."""
         return None
 
     @property
@@ -148,8 +148,7 @@ class EvictPolicy(KVPolicy, ABC):
 
     @property
     def bound(self) -> int | None:
-        depends = self.protect_prompt or self.schedule.budgets[0] < self.schedule.most
-        return None if depends else self.trigger(0, 0)
+        return None if self.protect_prompt else self.schedule.most + self.interval
 
     def target(self, prompt_len: N, context: N) -> N:
         """Entries per layer and KV head left after a compression, once `context` tokens have been seen."""

@@ -5,11 +5,13 @@ Schedule(starts=(0, 2000, 4000), budgets=(512, 1024, 1536)).at(2500)    # 1024
 load(512)                           # the same for every context
 load("sparrow/qwen3-1.7b-0.86")     # a published one, sparrow.json
 load("schedule.json")               # a file that `save` wrote
+load("512@0+1024@2000")             # its steps, 512 entries from 0 tokens on, as `text` writes them
 """
 
 from __future__ import annotations
 
 import json
+import re
 from bisect import bisect_right
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -21,6 +23,7 @@ import torch
 
 from sparse_rl.specs import suggestion, unique
 
+STEPS = re.compile(r"\d+@\d+(\+\d+@\d+)*")
 N = TypeVar("N", int, torch.Tensor)  # one context, or a row of them
 MOST = 1 << 24  # entries or tokens, more than any model's context
 
@@ -62,6 +65,13 @@ class Schedule:
     def most(self) -> int:
         return self.budgets[-1]
 
+    @property
+    def text(self) -> str:
+        """Its steps in a word that `load` reads; those that change nothing are left out."""
+        steps = list(zip(self.budgets, self.starts, strict=True))
+        told = steps[:1] + [step for before, step in pairwise(steps) if step[0] != before[0]]
+        return "+".join(f"{budget}@{start}" for budget, start in told)
+
     def at(self, context: N) -> N:
         if isinstance(context, torch.Tensor):
             starts, budgets = _tables(self, context.device)
@@ -81,11 +91,22 @@ def constant(budget: int) -> Schedule:
 
 @cache
 def load(budget: int | str) -> Schedule:
-    """What a `budget` setting stands for: a number, a published schedule, or a file, which is read once a process."""
+    """What a `budget` setting stands for: a number, a published schedule, steps, or a file, read once a process."""
     if not isinstance(budget, str):
         return constant(budget)
     if budget in published():
         return published()[budget]
+    if budget == "auto":
+        raise ValueError(
+            "kv.budget is 'auto', which `sparse-rl train` holds by what it measures; elsewhere give 512, "
+            "schedule.json or the like (in Python, Trainer takes control=ControlConfig(auto=True))."
+        )
+    if STEPS.fullmatch(budget):
+        steps = [tuple(map(int, step.split("@"))) for step in budget.split("+")]
+        try:
+            return Schedule(tuple(start for _, start in steps), tuple(count for count, _ in steps))
+        except ValueError as error:
+            raise ValueError(f"kv.budget is {budget!r}: {error}") from error
     if not Path(budget).is_file():
         raise ValueError(
             f"kv.budget is {budget!r}, which is neither a whole number nor a file nor a published schedule"

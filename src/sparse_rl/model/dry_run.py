@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
-from sparse_rl.model.attention import NAME, PackedRows, UnsupportedModelError, packed_positions
+from sparse_rl.model.attention import NAME, PackedRows, UnsupportedModelError, no_mask, packed_positions
 
 logger = logging.getLogger(__name__)
 
@@ -149,6 +149,7 @@ def _probe(model: PreTrainedModel, ids: torch.Tensor) -> tuple[torch.Tensor, tor
     with _as_unsupported(type(model).__name__):
         packed = model(
             input_ids=ids.repeat(2)[None],
+            attention_mask=no_mask(model.device),
             position_ids=packed_positions(boundaries, model.device),
             use_cache=False,
             kv=PackedRows(boundaries),

@@ -76,6 +76,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     ),
     "qwen3-1.7b": _shape("qwen3", 28, 2048, 6144, (16, 8, 128), 151936, theta=1e6, eps=1e-6),
     "qwen3-4b": _shape("qwen3", 36, 2560, 9728, (32, 8, 128), 151936, theta=1e6, eps=1e-6),
+    "qwen3-8b": _shape("qwen3", 36, 4096, 12288, (32, 8, 128), 151936, tied=False, theta=1e6, eps=1e-6),
+    "qwen3-14b": _shape("qwen3", 40, 5120, 17408, (40, 8, 128), 151936, tied=False, theta=1e6, eps=1e-6),
 }
 
 

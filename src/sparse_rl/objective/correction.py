@@ -4,7 +4,7 @@
     xi_t = pi_old(o_t) / pi_sparse(o_t)        both at the weights of the rollout; log_xi comes in, nothing else
 
 Token weights ignore how likely the prefix was, and rejection cuts the support: none of this is unbiased. Log-ratios are
-clamped to +-20 before `exp`, so a weight is finite; the veto reads the raw one.
+clamped to +-20 before `exp`, so a weight is finite; the veto reads the raw one. docs/corrections.md: the bias of each.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import torch
 
 MAX_LOG_RATIO = 20.0
+CHANCE = 0.1  # of a rollout that is no worse than `hazard` to be rejected, at most, whatever its length
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +27,9 @@ class Correction:
     lower: ratios below this are out of bounds; 0 is off
     upper: ratios above this are out of bounds; .inf is off
     action: out of bounds: "truncate" the weight to the bound, or "mask" the token (or the sequence, by level)
-    veto: reject a rollout if any of its tokens has xi below this; 0 never does
+    veto: tokens with xi below this are anomalous; 0 never are
+    drops: what an anomalous token takes along: the "rollout", the "rest" of it from there on, or the "token" alone
+    hazard: usual rate of anomalous tokens: only a rollout with clearly more is rejected; 0 rejects at the first
     normalize: divide weights by their mean over all tokens of the optimiser batch
     denominator: "fixed" counts dropped tokens too, "surviving" only kept ones, of a rollout or the batch by aggregation
     """
@@ -37,6 +40,8 @@ class Correction:
     upper: float | None = None
     action: Literal["truncate", "mask"] = "truncate"
     veto: float | None = None
+    drops: Literal["rollout", "rest", "token"] = "rollout"
+    hazard: float | None = None
     normalize: bool = False
     denominator: Literal["fixed", "surviving"] = "fixed"
 
@@ -50,9 +55,19 @@ class Correction:
                 "correction.lower and correction.upper truncate weights, but correction.weight is false; "
                 "set correction.weight, or correction.action to mask."
             )
-        for field in ("lower", "upper", "veto"):
+        for field in ("lower", "upper", "veto", "hazard"):
             if not (getattr(self, field) or 0.0) >= 0:
                 raise ValueError(f"correction.{field} is {getattr(self, field)}; it must be 0 or more.")
+        if (self.drops != "rollout" or self.hazard) and not self.veto:
+            name = "hazard" if self.hazard else "drops"
+            raise ValueError(
+                f"correction.{name} is {getattr(self, name)}, but nothing is anomalous; set correction.veto, 1e-4 say."
+            )
+        if self.hazard and self.drops != "rollout":
+            raise ValueError(
+                f"correction.hazard decides which rollouts are rejected, but correction.drops is {self.drops!r}; "
+                "leave one of them out."
+            )
 
     @property
     def needs_batch(self) -> bool:
@@ -74,6 +89,9 @@ PRESETS: dict[str, Correction] = {
     "sparse_rl_release": Correction(
         lower=0.5, upper=1.5, action="mask", veto=1e-4, normalize=True, denominator="surviving"
     ),
+    "prefix": Correction(veto=1e-4, drops="rest"),
+    "mask": Correction(veto=1e-4, drops="token"),
+    "hazard": Correction(veto=1e-4, hazard=1e-4),
     "reject_only": Correction(weight=False, veto=1e-4),
     "reweight_only": Correction(),
     "tis": Correction(upper=2.0),
@@ -113,11 +131,14 @@ def correct(
     ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
     accepted = torch.ones(num_rows, dtype=torch.bool, device=log_xi.device)
-    if correction.veto is not None:
-        # A plain comparison, so that a nan vetoes.
-        vetoed = mask & ~(log_xi >= torch.tensor(correction.veto).log())
-        accepted &= sum_rows(vetoed.float(), rows, num_rows) == 0
     kept = mask
+    if correction.veto is not None:
+        # A plain comparison, so that a nan is anomalous.
+        anomalous = mask & ~(log_xi >= torch.tensor(correction.veto).log())
+        if correction.drops == "rollout":
+            accepted = ~_rejected(sum_rows(anomalous.float(), rows, num_rows), count_R, correction.hazard)
+        else:
+            kept = mask & ~(_from_first(anomalous, rows, num_rows) if correction.drops == "rest" else anomalous)
     weight = ratio if correction.weight else torch.ones_like(ratio)
     if correction.upper is not None and correction.weight:
         weight = weight.clamp(max=correction.upper)
@@ -137,6 +158,23 @@ def correct(
         weight = weight / (torch.where(mask, weight, 0.0).sum() / mask.sum().clamp(min=1)).clamp(min=1e-8)
     kept = kept & accepted[rows]
     return Corrected(weight=torch.where(kept, weight, 0.0), kept=kept, accepted=accepted)
+
+
+def _rejected(anomalous_R: torch.Tensor, count_R: torch.Tensor, hazard: float | None) -> torch.Tensor:
+    """Rollouts with an anomalous token or, given a hazard, more of them than chance gives a rollout of that length."""
+    if not hazard:
+        return anomalous_R > 0
+    # The chance that a Poisson count of mean hazard * length is as large.
+    chance_R = torch.special.gammainc(anomalous_R.clamp(min=1).double(), hazard * count_R.double())
+    return (anomalous_R > 0) & (chance_R <= CHANCE)
+
+
+def _from_first(anomalous: torch.Tensor, rows: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """Each rollout's first anomalous token and all after it, (T,) bool; a rollout's tokens stand in order."""
+    place = torch.arange(len(rows), device=rows.device)
+    first_R = torch.full((num_rows,), len(rows), device=rows.device)
+    first_R = first_R.scatter_reduce(0, rows, torch.where(anomalous, place, len(rows)), "amin")
+    return place >= first_R[rows]
 
 
 def sum_rows(values_T: torch.Tensor, rows: torch.Tensor, num_rows: int) -> torch.Tensor:

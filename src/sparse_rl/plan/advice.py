@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from sparse_rl.kv import RKV, EvictPolicy, Full, KVPolicy
 from sparse_rl.plan.memory import Device, Plan, Run, largest, make_plan
 from sparse_rl.plan.size import ModelSize
+from sparse_rl.rollout.engine import MAX_ROWS
 
-MAX_ROWS = 1 << 16
 LORA_RANK = 16
 SMALLEST_BUDGET = 128
 MAX_RANKS = 64

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from sparse_rl.model.attention import NAME
+from sparse_rl.model.attention import NAME, no_mask
 from sparse_rl.model.dry_run import AttentionShape
 from sparse_rl.model.load import EMBEDDED
 from sparse_rl.model.tiny import tiny_model
@@ -175,10 +175,10 @@ def _trace(model: PreTrainedModel, layers: list[torch.nn.Module], tokens: int) -
         hooks.append(layer.register_forward_pre_hook(lambda *_, i=i: setattr(trace, "layer", i)))
         hooks.append(layer.register_forward_hook(lambda *_: setattr(trace, "layer", None)))
     ids = torch.zeros((1, tokens), dtype=torch.long, device="meta")
-    no_mask = torch.empty((1, 1, 0, 0), device="meta")  # of four dimensions: taken as it is
+    mask = no_mask(ids.device)
     try:
         with torch.autograd.graph.saved_tensors_hooks(trace.save, lambda tensor: tensor):
-            model.get_decoder()(input_ids=ids, position_ids=ids, attention_mask=no_mask, use_cache=False, kv=trace)
+            model.get_decoder()(input_ids=ids, position_ids=ids, attention_mask=mask, use_cache=False, kv=trace)
     finally:
         for hook in hooks:
             hook.remove()

@@ -45,6 +45,7 @@ PLOTS = (
     Plot("rejection", "Rejected completions", REJECTED, "share"),
     Plot("xi", "Ratio xi", XI, "log", compared=1),
     Plot("overlap", "Overlap", OVERLAP),
+    Plot("tail", "Lowest tail of overlap over context lengths", {"tail/overlap_lowest": "5th percentile"}),
     Plot("length", "Completion length, tokens", {"completions/mean_length": "mean"}),
     Plot("kv", "KV, of a dense cache", {"kv/saved_frac": "saved", "kv/peak_frac": "peak"}, "share"),
     Plot("kl", "Mismatch KL", {"rollout_corr/kl": "k1", "rollout_corr/k3_kl": "k3"}),

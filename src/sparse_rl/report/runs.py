@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sparse_rl.metrics import HIGH_REJECTION, read_log
+from sparse_rl.metrics import HIGH_REJECTION, REMEDIES, read_log
 
 LAST = 10  # steps the summary's reward is a mean over
 NOTHING_SAVED = 0.0005  # below this there is advice to give
@@ -97,6 +97,10 @@ def advice(run: Run) -> list[str]:
     if rejection is not None and rejection > HIGH_REJECTION:
         share = f"{100 * rejection:.0f} %"
         found.append(f"{share} of the completions were rejected; raise kv.budget or use a gentler policy.")
+    for name, remedy in REMEDIES.items():
+        flags = [value for _, value in run.series(name)]
+        if any(flags) and not (found and name == "alarm/rejection"):
+            found.append(f"{name} was on at {sum(map(bool, flags))} of {len(flags)} steps; {remedy}")
     if saved is not None and saved < NOTHING_SAVED and run.settings.get("kv.policy") != "full":
         found.append("no KV was saved, as the budget is above the lengths seen; lower kv.budget.")
     return found

@@ -22,7 +22,7 @@ from sparse_rl.kernels.backend import use_triton
 from sparse_rl.kernels.sampling import sample
 from sparse_rl.kv.cache import PagedCache
 from sparse_rl.kv.select import SelectPolicy, decode_step
-from sparse_rl.model.attention import keep_out_of_compiled_code
+from sparse_rl.model.attention import keep_out_of_compiled_code, no_mask
 from sparse_rl.model.dry_run import waits_for_device
 from sparse_rl.rollout.fusion import Group, find_groups, fused
 from sparse_rl.rollout.rows import ADVANCE, ENTRIES, INDEX, KEY, POSITION, TOKEN, Rows
@@ -111,7 +111,11 @@ class Decoder:
             max_length=self.max_entries,
         )
         logits_BV = self.model(
-            input_ids=state[TOKEN][:, None], position_ids=state[POSITION][:, None], use_cache=False, kv=context
+            input_ids=state[TOKEN][:, None],
+            attention_mask=no_mask(rows.device),
+            position_ids=state[POSITION][:, None],
+            use_cache=False,
+            kv=context,
         ).logits[:, -1]
         drawn = self.sample(logits_BV, state[KEY], state[INDEX])
         rows.record(*drawn)
@@ -130,6 +134,14 @@ class Decoder:
             top_p=self.sampling.top_p,
             num_top=self.sampling.top_logprobs,
         )
+
+    @torch.no_grad()
+    def capture(self) -> None:
+        """Make the graphs of all batch sizes now rather than when a call first needs them."""
+        for batch in self.sizes:
+            if self.uses_graphs and batch not in self.graphs:
+                with torch.cuda.device(self.rows.device):
+                    self._capture(batch)
 
     def _capture(self, batch: int) -> None:
         """Make the graph of one batch size, on rows that are nobody's."""

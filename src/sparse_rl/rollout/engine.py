@@ -23,12 +23,14 @@ from sparse_rl.kv.policy import EvictPolicy, KVPolicy
 from sparse_rl.model.load import LoadedModel
 from sparse_rl.rollout.decoder import Decoder
 from sparse_rl.rollout.loop import Loop, Progress
+from sparse_rl.rollout.rows import Rows
 from sparse_rl.rollout.runner import Runner
 from sparse_rl.rollout.sampler import Sampling
 from sparse_rl.rollout.scheduler import Scheduler, entries_needed, entries_reached
 from sparse_rl.rollout.sequence import Sequence
 from sparse_rl.types import Prompt, Rollout
 
+MAX_ROWS = (1 << 16) - 1  # a GPU launches no more blocks of a kernel side by side
 MAX_REQUESTS = 1 << 22  # of a call
 HOST_SHARE = 0.5  # of free host memory, for a pool whose size is not given
 MAX_DECODERS = 4  # sets of graphs, one for each way to sample
@@ -57,8 +59,8 @@ class EngineConfig:
     compile: bool = True
 
     def __post_init__(self) -> None:
-        if self.rows < 1:
-            raise ValueError(f"engine.rows is {self.rows}; it must be at least 1.")
+        if not 1 <= self.rows <= MAX_ROWS:
+            raise ValueError(f"engine.rows is {self.rows}; it must be at least 1 and at most {MAX_ROWS}.")
         if self.page_size is not None and (self.page_size < 16 or self.page_size % 16):
             raise ValueError(f"engine.page_size is {self.page_size}; it must be a multiple of 16.")
         if self.pool_pages is not None and self.pool_bytes is not None:
@@ -91,7 +93,7 @@ class Engine:
         if self.kv.selection is not None:
             self.kv.selection.check_page_size(self.page_size, inside=self.kv.selection is not self.kv)
         self.cache: PagedCache | None = None
-        self.decoders: dict[tuple[object, ...], Decoder] = {}  # by what of the sampling settings their graphs bake in
+        self.decoders: dict[tuple[object, ...], Decoder] = {}  # by `baked`
         self.stats: EngineStats | None = None
         self.busy = False
 
@@ -150,7 +152,7 @@ class Engine:
         on_step: Callable[[Progress], None] | None,
         on_rollout: Callable[[Rollout], None] | None,
     ) -> list[Rollout]:
-        num_pages = self._num_pages(sequences)
+        num_pages = self._num_pages(sampling, sequences)
         self._check_fits(num_pages, sequences)
         cache = self._cache_of(num_pages)
         decoder = self._decoder_of(cache, sampling, sequences)
@@ -204,9 +206,19 @@ class Engine:
             with torch.inference_mode(False), _current(self.loaded.shape.device):
                 self._cache_of(self.stats.num_pages)
 
+    def use(self, kv: KVPolicy) -> None:
+        """From the next call on, the same policy with another budget; what was captured is kept where it still fits."""
+        self._check_idle()
+        if kv.selection is not None:
+            kv.selection.check_page_size(self.page_size)
+        assert type(kv) is type(self.kv), f"{kv.name} in an engine of {self.kv.name}"
+        if kv.selection != self.kv.selection:
+            self.decoders.clear()  # their graphs read as many entries as the budget says
+        self.kv = kv
+
     @property
     def bounded(self) -> bool:
-        """Whether the pool is the same small size whatever the answers' length, so that it need not be released."""
+        """Whether the pool stays small however long answers get, so that it need not be released."""
         return self.kv.bound is not None
 
     def _check_idle(self) -> None:
@@ -260,8 +272,11 @@ class Engine:
                 "ask for fewer."
             )
 
-    def _num_pages(self, sequences: list[Sequence]) -> int:
-        """The pool's size: as given, or enough for all rows, or what the free memory holds less a reserve."""
+    def _num_pages(self, sampling: Sampling, sequences: list[Sequence]) -> int:
+        """The pool's size: as given, or enough for all rows, or what the free memory holds less a reserve.
+
+        What the rows hold beside the pool goes off first, where it is still to be made.
+        """
         if self.config.pool_pages is not None:
             return max(self.config.pool_pages, 0)
         if self.config.pool_bytes is not None:
@@ -270,7 +285,7 @@ class Engine:
         wanted = largest * (min(self.config.rows, len(sequences)) + 1)
         held = self.cache.num_pages if self.cache is not None else 0
         device = self.loaded.shape.device
-        free = free_bytes(device) + held * self._page_bytes
+        free = free_bytes(device) + held * self._page_bytes - self._state_bytes(sampling, sequences)
         if device.type == "cuda":
             spare = free - int(GPU_RESERVE * torch.cuda.get_device_properties(device).total_memory)
         else:
@@ -278,6 +293,21 @@ class Engine:
         wanted = min(wanted, max(spare // self._page_bytes, largest))
         served = wanted <= held and (self.bounded or held <= 2 * wanted)
         return held if served else wanted  # a pool that serves is kept
+
+    def _state_bytes(self, sampling: Sampling, sequences: list[Sequence]) -> int:
+        """Query rings, page tables and tokens drawn, less what earlier calls have made."""
+        rows, total = self.config.rows, 0
+        if self.cache is None:
+            total += (rows + 1) * self.loaded.shape.query_bytes(self.kv.num_queries)
+        decoder, entries = self.decoders.get(baked(sampling)), self._max_entries(sequences)
+        if decoder is None or decoder.max_entries < entries:
+            total += Rows(rows, -(-entries // self.page_size), sampling.top_logprobs, torch.device("meta")).num_bytes
+        return total
+
+    def _max_entries(self, sequences: list[Sequence]) -> int:
+        """A row ever holds, with room for later calls, so that their graphs are these."""
+        longest = max(entries_reached(self.kv, sequence) for sequence in sequences)
+        return self.kv.bound or 1 << (longest - 1).bit_length()
 
     def _check_fits(self, num_pages: int, sequences: list[Sequence]) -> None:
         worst = max(sequences, key=self._pages_needed)
@@ -325,12 +355,11 @@ class Engine:
 
     def _decoder_of(self, cache: PagedCache, sampling: Sampling, sequences: list[Sequence]) -> Decoder:
         """The decode step of these settings, kept with its graphs between calls."""
-        # Room for later calls, so that their graphs are these.
-        longest = max(entries_reached(self.kv, sequence) for sequence in sequences)
-        max_entries = self.kv.bound or 1 << (longest - 1).bit_length()
-        baked = (sampling.temperature, sampling.top_p, sampling.top_k, sampling.top_logprobs)
-        decoder = self.decoders.pop(baked, None)
+        max_entries = self._max_entries(sequences)
+        decoder = self.decoders.pop(baked(sampling), None)
         if decoder is None or decoder.max_entries < max_entries:
+            if decoder is not None:  # what has grown once may grow again
+                max_entries = 1 << (max_entries - 1).bit_length()
             decoder = Decoder(
                 self.loaded.model,
                 cache,
@@ -341,11 +370,16 @@ class Engine:
                 graphs=self.config.graphs,
                 compiles=self.config.compile,
             )
-        self.decoders[baked] = decoder  # the newest last
+        self.decoders[baked(sampling)] = decoder  # the newest last
         if len(self.decoders) > MAX_DECODERS:
             del self.decoders[next(iter(self.decoders))]
         decoder.prepare()
         return decoder
+
+
+def baked(sampling: Sampling) -> tuple[object, ...]:
+    """What of the settings a graph is made with."""
+    return sampling.temperature, sampling.top_p, sampling.top_k, sampling.top_logprobs
 
 
 def _current(device: torch.device) -> AbstractContextManager[object]:

@@ -4,7 +4,8 @@
 At a few hundred rows a small product takes as long as its launch. The weights of such a group are laid one behind the
 other in memory and the module's parameters become views of that, so there is no second copy and nothing to keep in
 step: whoever updates the parameters in place updates both. While a decode step is compiled, the first projection of a
-group computes the product of all, and each takes its columns.
+group computes the product of all, and each takes its columns. What a sampler's adapter adds to a projection it adds to
+its columns.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
+from sparse_rl.model.sampler_adapter import Adapted, LowRank
+
 GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
@@ -29,7 +32,7 @@ class Group:
 
     @property
     def parts(self) -> list[Any]:
-        return [self.owner.get_submodule(name) for name in self.names]
+        return [_split(self.owner.get_submodule(name))[0] for name in self.names]
 
     def join(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The weights and biases of all parts, which become views of them; nothing moves that lies so already."""
@@ -45,9 +48,9 @@ class Product:
 class Columns(nn.Module):
     """A projection as some columns of its group's product, which the first of the group computes and the last drops."""
 
-    def __init__(self, product: Product, start: int, stop: int, *, last: bool) -> None:
+    def __init__(self, product: Product, start: int, stop: int, low_rank: LowRank | None, *, last: bool) -> None:
         super().__init__()
-        self.product = product
+        self.product, self.low_rank = product, low_rank
         self.columns = (start, stop)
         self.last = last
 
@@ -56,12 +59,15 @@ class Columns(nn.Module):
         assert value is not None
         if self.last:
             self.product.value = None
-        return value[..., self.columns[0] : self.columns[1]]
+        columns = value[..., self.columns[0] : self.columns[1]]
+        return columns if self.low_rank is None else columns + self.low_rank(x)
 
 
 class FirstColumns(Columns):
-    def __init__(self, product: Product, stop: int, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        super().__init__(product, 0, stop, last=False)
+    def __init__(
+        self, product: Product, stop: int, low_rank: LowRank | None, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> None:
+        super().__init__(product, 0, stop, low_rank, last=False)
         self.register_buffer("weight", weight, persistent=False)
         self.register_buffer("bias", bias, persistent=False)
 
@@ -77,7 +83,7 @@ def find_groups(model: nn.Module) -> list[Group]:
         Group(owner, names)
         for owner in model.modules()
         for names in GROUPS
-        if _alike([getattr(owner, name, None) for name in names])
+        if _alike([_split(getattr(owner, name, None))[0] for name in names])
     ]
     calls: list[tuple[nn.Module, torch.Tensor]] = []
     parts = {part for group in found for part in group.parts}
@@ -95,19 +101,26 @@ def find_groups(model: nn.Module) -> list[Group]:
 @contextmanager
 def fused(groups: list[Group]) -> Iterator[None]:
     """Let the projections of each group compute one product for as long as this lasts."""
-    originals = [(group, dict(zip(group.names, group.parts, strict=True))) for group in groups]
+    originals = [(group, {name: group.owner.get_submodule(name) for name in group.names}) for group in groups]
     try:
         for group, parts in originals:
             product, (first, *rest) = Product(), parts
-            stop = parts[first].out_features
-            group.owner._modules[first] = FirstColumns(product, stop, *group.join())
+            part, low_rank = _split(parts[first])
+            stop = part.out_features
+            group.owner._modules[first] = FirstColumns(product, stop, low_rank, *group.join())
             for name in rest:
-                start, stop = stop, stop + parts[name].out_features
-                group.owner._modules[name] = Columns(product, start, stop, last=name == rest[-1])
+                part, low_rank = _split(parts[name])
+                start, stop = stop, stop + part.out_features
+                group.owner._modules[name] = Columns(product, start, stop, low_rank, last=name == rest[-1])
         yield
     finally:
         for group, parts in originals:
             group.owner._modules.update(parts)
+
+
+def _split(part: Any) -> tuple[Any, LowRank | None]:
+    """The projection itself, and what the sampler's adapter adds to it."""
+    return (part.base, part.low_rank) if isinstance(part, Adapted) else (part, None)
 
 
 def _alike(parts: list[Any]) -> bool:

@@ -313,4 +313,5 @@ class Loop:
             top_ids=torch.cat(sequence.top_ids) if sequence.top_ids else None,
             top_logprobs=torch.cat(sequence.top_logprobs) if sequence.top_logprobs else None,
             kept_positions=tuple(sequence.kept_positions) if self.runner.record_kept else None,
+            kept_at=tuple(sequence.prompt_len + i for i in sequence.compressed_at) if self.runner.record_kept else None,
         )

@@ -11,7 +11,7 @@ import torch
 from sparse_rl.kv.cache import PrefillStep, Saved, to_device
 from sparse_rl.kv.compress import compress, rows_at_once
 from sparse_rl.kv.policy import EvictPolicy, KVPolicy
-from sparse_rl.model.attention import packed_positions
+from sparse_rl.model.attention import no_mask, packed_positions
 from sparse_rl.rollout.decoder import Decoder
 from sparse_rl.rollout.rows import Fetch
 from sparse_rl.rollout.scheduler import Start
@@ -44,6 +44,7 @@ class Runner:
         ids = [token for prompt in held for token in prompts[prompt.prompt_idx].ids]
         logits = self.model(
             input_ids=self._ints(ids)[None],
+            attention_mask=no_mask(self.device),
             position_ids=packed_positions(boundaries, self.device),
             use_cache=False,
             kv=step,

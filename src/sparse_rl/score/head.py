@@ -108,7 +108,7 @@ class FusedScores(torch.autograd.Function):
     ) -> tuple[torch.Tensor | None, ...]:
         ctx.map, ctx.temperature, ctx.holder = logit_map, temperature, holder
         parts: list[tuple[torch.Tensor, ...]] = []
-        for part in _chunks(len(token_ids), weight):
+        for part in chunks(len(token_ids), weight):
             logits = logit_map(linear(hidden[part], weight, bias))
             lse = logsumexp(logits, temperature)
             found = [_logprobs(logits, lse, token_ids[part, None], temperature)[:, 0], lse]
@@ -132,7 +132,7 @@ class FusedScores(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden) if to_hidden else None
         grad_weight = _sum_of(ctx.holder, weight, wide) if to_weight else None
         grad_bias = torch.zeros_like(bias, dtype=wide) if to_bias else None
-        for part in _chunks(len(token_ids), weight):
+        for part in chunks(len(token_ids), weight):
             logits = ctx.map(linear(hidden[part], weight, bias))
             kept = logits.clone() if ctx.map.cap is not None else logits
             grad_logits = logprob_gradient(logits, lse[part], token_ids[part], grad[part], ctx.temperature)
@@ -161,7 +161,7 @@ def _sum_of(holder: torch.Tensor | None, weight: torch.Tensor, dtype: torch.dtyp
     return holder.grad
 
 
-def _chunks(num_tokens: int, weight: torch.Tensor) -> list[slice]:
+def chunks(num_tokens: int, weight: torch.Tensor) -> list[slice]:
     size = max(1, CHUNK_LOGITS.get(weight.device.type, CHUNK_LOGITS["cpu"]) // weight.shape[0])
     return [slice(start, start + size) for start in range(0, num_tokens, size)]
 

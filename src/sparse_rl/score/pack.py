@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
-from sparse_rl.model.attention import PackedRows, packed_positions
+from sparse_rl.model.attention import PackedRows, no_mask, packed_positions
 from sparse_rl.types import Prompt, Rollout
 
 
@@ -59,6 +59,7 @@ class Microbatch:
         """Keywords of the module's forward."""
         return {
             "input_ids": self.ids.to(device)[None],
+            "attention_mask": no_mask(device),
             "position_ids": packed_positions(self.boundaries, device),
             "use_cache": False,
             "kv": PackedRows(self.boundaries),

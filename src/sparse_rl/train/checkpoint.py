@@ -3,6 +3,7 @@
 
     config.json, model.safetensors, tokenizer ...   loads with from_pretrained; under LoRA, instead of the model,
                                                     adapter_config.json and adapter_model.safetensors, as peft's
+    distill/                                        the sampler's adapter, if it has one, as peft's, and its state/
     state/                                          fp32 weights and the optimiser's state by parameter, as shards that
                                                     any number of processes can read (torch.distributed.checkpoint)
     trainer_state.json                              step, settings, best evaluation, sizes of the run's logs, and
@@ -20,7 +21,7 @@ import os
 import re
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError
@@ -31,16 +32,29 @@ from sparse_rl.train.learner import Learner
 from sparse_rl.train.processes import is_lost
 from sparse_rl.train.shard_files import read_shards, whole_masters, write_shards
 
-STATE, SHARDS = "trainer_state.json", "state"
+STATE, SHARDS, DISTILL = "trainer_state.json", "state", "distill"
 
 
-def save(folder: Path, loaded: LoadedModel, learner: Learner, state: dict[str, Any]) -> None:
+class HasAdapter(Protocol):
+    """Who trains an adapter of the sampler's."""
+
+    @property
+    def learner(self) -> Learner: ...
+
+    def save(self, folder: Path, base: Path) -> None: ...
+
+
+def save(
+    folder: Path, loaded: LoadedModel, learner: Learner, state: dict[str, Any], distiller: HasAdapter | None = None
+) -> None:
     """Write a checkpoint; a crash at any moment leaves either nothing or all of it. All processes call it."""
     temporary, processes = folder.with_name(folder.name + ".tmp"), learner.processes
 
     def begin() -> None:
         remove(temporary)
         temporary.mkdir(parents=True)
+        if distiller is not None:
+            distiller.save(temporary / DISTILL, folder)
 
     def finish() -> None:
         save_model(loaded.model, temporary)
@@ -53,6 +67,9 @@ def save(folder: Path, loaded: LoadedModel, learner: Learner, state: dict[str, A
     try:
         processes.by_first(begin)
         processes.together(lambda: write_shards(temporary / SHARDS, learner))
+        if distiller is not None:
+            its_learner = distiller.learner
+            processes.together(lambda: write_shards(temporary / DISTILL / SHARDS, its_learner))
         processes.by_first(finish)
     except (OSError, RuntimeError, SafetensorError) as error:  # each library has its own word for a full disk
         if processes.first:
@@ -94,8 +111,11 @@ def read_state(folder: Path) -> dict[str, Any]:
     return state
 
 
-def restore(folder: Path, learner: Learner, num_updates: int) -> None:
+def restore(folder: Path, learner: Learner, num_updates: int, distiller: HasAdapter | None = None) -> None:
     """Put the weights and the optimiser state of a checkpoint that `read_state` found whole into the learner."""
+    shards = folder / DISTILL / SHARDS
+    if distiller is not None and (not shards.is_dir() or read_shards(shards, distiller.learner)):
+        raise ValueError(f"checkpoint {folder} has no sampler's adapter of this shape; give the distill.r of its run.")
     wrong = read_shards(folder / SHARDS, learner)
     if wrong:
         raise ValueError(

@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from sparse_rl.kv import EvictPolicy, KVPolicy
-from sparse_rl.metrics import HIGH_REJECTION
 from sparse_rl.rollout.engine import EngineStats
 from sparse_rl.tasks import Graded
 from sparse_rl.train.update import Updated
@@ -60,8 +58,8 @@ def engine_metrics(rollouts: list[Rollout], stats: EngineStats, rows: int, secon
     }
 
 
-def warn(rollouts: list[Rollout], graded: Graded, metrics: dict[str, float], kv: KVPolicy, warned: set[str]) -> None:
-    """What the user would want to change, each once."""
+def warn(rollouts: list[Rollout], graded: Graded, evicts: bool, warned: set[str]) -> None:
+    """What the user would want to change, each once; alarms.py has what may come and go."""
     found = {name: list(why.values()) for name, why in graded.failures.items() if why}
     failed = [f"{name} {len(reasons)} times, the first: {reasons[0]}" for name, reasons in found.items()]
     if bool(graded.rewards.isnan().all()) and "ungraded" not in warned:
@@ -74,7 +72,6 @@ def warn(rollouts: list[Rollout], graded: Graded, metrics: dict[str, float], kv:
             "some completions could not be graded and are left out (%s); rewards/NAME/failed counts them.",
             "; ".join(failed),
         )
-    evicts = isinstance(kv, EvictPolicy)
     if evicts and not any(rollout.kv.num_compressions for rollout in rollouts) and "budget" not in warned:
         warned.add("budget")
         longest = max(len(rollout.prompt.ids) + len(rollout.token_ids) for rollout in rollouts)
@@ -82,15 +79,6 @@ def warn(rollouts: list[Rollout], graded: Graded, metrics: dict[str, float], kv:
             "no cache was compressed: kv.budget + kv.interval exceeds the longest sequence, %d tokens; "
             "a smaller kv.budget would save memory.",
             longest,
-        )
-    rejection = metrics.get("correction/rejection_rate", 0.0)
-    if rejection > HIGH_REJECTION and "rejection" not in warned:
-        warned.add("rejection")
-        logger.warning(
-            "%.0f %% of the completions were rejected (above %.0f %%); raise kv.budget, or choose a gentler policy "
-            "or correction. rejected.jsonl shows which tokens the dense model would not have written.",
-            100 * rejection,
-            100 * HIGH_REJECTION,
         )
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import math
@@ -17,6 +18,7 @@ from sparse_rl.model.load import LoadedModel
 from sparse_rl.runfolder import differences, lock
 from sparse_rl.train import checkpoint
 from sparse_rl.train.config import RunConfig
+from sparse_rl.train.distill import Distiller
 from sparse_rl.train.folder import check_folder, chosen_state, start_record
 from sparse_rl.train.guards import Guards
 from sparse_rl.train.learner import Learner
@@ -47,6 +49,12 @@ class Running(Protocol):
 
     def settings(self) -> dict[str, Any]: ...
 
+    def state(self) -> dict[str, Any]:
+        """What else it has to know to go on from a checkpoint, as JSON has it."""
+        ...
+
+    def restore(self, state: dict[str, Any]) -> None: ...
+
 
 class Run:
     """Counts steps and tokens, remembers the best checkpoint, holds the folder's lock and its logs.
@@ -54,8 +62,16 @@ class Run:
     Of several processes the first one writes, and decides for all what to resume, what to keep and what is best.
     """
 
-    def __init__(self, trainer: Running, section: str, best_metric: str, *, lower_is_better: bool = False) -> None:
-        self.trainer = trainer
+    def __init__(
+        self,
+        trainer: Running,
+        section: str,
+        best_metric: str,
+        *,
+        lower_is_better: bool = False,
+        distiller: Distiller | None = None,
+    ) -> None:
+        self.trainer, self.distiller = trainer, distiller
         self.section = section  # of the settings, that only this kind of run has
         self.best_metric, self.sign = best_metric, -1 if lower_is_better else 1
         self.config, self.learner, self.guards = trainer.config, trainer.learner, trainer.guards
@@ -113,6 +129,7 @@ class Run:
             "logs": self.log.written(),
             "warned": sorted(self.warned),
             "halved": self.guards.state(),
+            "trainer": copy.deepcopy(self.trainer.state()),
             "pending": pending,
         }
 
@@ -146,7 +163,7 @@ class Run:
         folder = self.folder / f"checkpoint-{state['step']}"
         self.log.sync()
         settings = self.trainer.settings()
-        checkpoint.save(folder, self.trainer.loaded, self.learner, state | {"settings": settings})
+        checkpoint.save(folder, self.trainer.loaded, self.learner, state | {"settings": settings}, self.distiller)
         for observer in self.trainer.observers:
             observer.on_save(folder)
 
@@ -190,7 +207,7 @@ class Run:
 
     def _resume(self, folder: Path, state: dict[str, Any]) -> None:
         """Take up a checkpoint's state."""
-        self.processes.together(lambda: checkpoint.restore(folder, self.learner, state["num_updates"]))
+        self.processes.together(lambda: checkpoint.restore(folder, self.learner, state["num_updates"], self.distiller))
         settings = json.loads(json.dumps(self.trainer.settings()))
         changed = differences(state["settings"], settings, NO_DIFFERENCE)
         if changed:
@@ -198,3 +215,4 @@ class Run:
         self.step, self.num_tokens, self.best = state["step"], state["num_tokens"], state["best"]
         self.warned, self.pending = set(state["warned"]), state.get("pending")
         self.guards.restore(state.get("halved", {}), state["settings"], settings)
+        self.trainer.restore(state.get("trainer", {}))

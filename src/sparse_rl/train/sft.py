@@ -212,6 +212,12 @@ class SFTTrainer:
             "trainer": asdict(self.config),
         }
 
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        pass
+
     def _check_vocabulary(self) -> None:
         highest = max(max(*row.prompt.ids, int(row.token_ids.max())) for row in [*self.data.train, *self.data.eval])
         known = self.loaded.vocab_size

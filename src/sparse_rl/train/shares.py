@@ -25,10 +25,13 @@ def generate(
     sampling: Sampling,
     processes: Processes,
     on_step: Callable[[Progress], None] | None = None,
+    *,
+    record_kept: bool = False,
 ) -> list[Rollout]:
     """The rollouts of all prompts, in order: each process samples its share, with the random numbers of the whole."""
     mine = processes.share(len(prompts))
-    own = processes.together(lambda: engine.generate(prompts[mine], sampling, first=mine.start, on_step=on_step))
+    more = {"first": mine.start, "on_step": on_step, "record_kept": record_kept}
+    own = processes.together(lambda: engine.generate(prompts[mine], sampling, **more))
     return [rollout for part in processes.gather(own) for rollout in part]
 
 

@@ -10,26 +10,31 @@ from __future__ import annotations
 
 import copy
 import time
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from typing import Any
 
 import torch
 
 from sparse_rl.evaluate import EvalConfig, summary
-from sparse_rl.kv import Full, KVPolicy, policy_record
+from sparse_rl.kv import EvictPolicy, Full, KVPolicy, policy_record
 from sparse_rl.model.load import LoadedModel
 from sparse_rl.model.lora import LoraConfig, add_adapters
 from sparse_rl.objective.advantage import advantages
 from sparse_rl.objective.correction import PRESETS, Correction, preset_name
 from sparse_rl.objective.loss import LossConfig
 from sparse_rl.objective.mismatch import overlap_ids
+from sparse_rl.objective.tail import BinTail
 from sparse_rl.rollout import Engine, EngineConfig, Sampling
 from sparse_rl.rollout.memory import GuardedEngine
 from sparse_rl.score.base_head import BaseHead
 from sparse_rl.score.head import Head
 from sparse_rl.tasks import Graded, Task
+from sparse_rl.train.alarms import Alarms
 from sparse_rl.train.callbacks import Callbacks
 from sparse_rl.train.config import TrainerConfig, check_model, check_prompts, check_settings
+from sparse_rl.train.control import ControlConfig, Controller, measure, tail_metrics
+from sparse_rl.train.distill import DistillConfig, Distiller
 from sparse_rl.train.folder import task_settings
 from sparse_rl.train.guards import POOL, Guards
 from sparse_rl.train.learner import Learner, OptimizerConfig
@@ -67,6 +72,8 @@ class Trainer:
         optimizer: OptimizerConfig | None = None,
         eval: EvalConfig | None = None,
         lora: LoraConfig | None = None,
+        control: ControlConfig | None = None,
+        distill: DistillConfig | None = None,
         observers: tuple[Observer, ...] = (),
         processes: Processes | None = None,
     ) -> None:
@@ -81,12 +88,16 @@ class Trainer:
         self.correction = correction or PRESETS["sparse_rl"]
         self.loss_config, self.update_config = loss or LossConfig(), update or UpdateConfig()
         self.optimizer_config, self.eval_config = optimizer or OptimizerConfig(), eval or EvalConfig()
-        self.lora_config = lora or LoraConfig()
+        self.lora_config, self.control_config = lora or LoraConfig(), control or ControlConfig()
+        self.distill_config = distill or DistillConfig()
         self.sampling = replace(
             sampling or Sampling(n=8), top_logprobs=overlap_ids(loaded.vocab_size), seed=self.config.seed
         )
         check_settings(self.sampling, self.update_config, self.kv, self.config)
         check_model(loaded.model)
+        self.distiller: Distiller | None = None
+        if self.distill_config.r:
+            self.distiller = Distiller(loaded, self.distill_config, self.kv, self.config.seed, self.processes)
         if self.lora_config.r:
             add_adapters(loaded.model, self.lora_config, self.config.seed)
         if self.processes.grouped:
@@ -105,9 +116,14 @@ class Trainer:
         self.guards = Guards(first=self.processes.first)
         self.engine = GuardedEngine(loaded, self.kv, self.engine_config, self.guards, "rollout")
         self.guards.give_pool = self.engine.release
+        self.alarms = Alarms()
+        self.controller: Controller | None = None
+        if self.control_config.auto:
+            self.controller = Controller(self.control_config, self.kv, self.engine.context)
+            self.engine.use(self.controller.policy)
         self.eval_engines: dict[str, GuardedEngine] = {}  # kept for their graphs
         check_prompts(task, self.engine.context)
-        self.run = Run(self, section="task", best_metric=self.config.best_metric)
+        self.run = Run(self, section="task", best_metric=self.config.best_metric, distiller=self.distiller)
         self.peaks = MemoryPeaks(loaded.model.device)
 
     @property
@@ -134,11 +150,14 @@ class Trainer:
         advantages_R = self._advantages(rollouts, graded)
         with run.timer("update"), self.peaks("update"):
             updated = self._learn(rollouts, advantages_R)
+        distilled = self._distill(rollouts, advantages_R, updated)
         run.step += 1
         self._record(rollouts, graded, advantages_R, updated)
         self.guards.note(updated.bad, self.update_config.num_updates, graded.rewards, self.step, run.folder)
-        metrics = rollout_metrics(rollouts, graded, self._groups(rollouts)) | speed | updated.metrics
-        warn(rollouts, graded, metrics, self.kv, run.warned)
+        metrics = rollout_metrics(rollouts, graded, self._groups(rollouts)) | speed | updated.metrics | distilled
+        evicts = isinstance(self.kv, EvictPolicy) and self.controller is None  # which lowers a budget by itself
+        warn(rollouts, graded, evicts, run.warned)
+        metrics |= self._control(rollouts, updated, metrics)
         run.remember(metrics)
         self.guards.check_finite()
         self.guards.check_together(self.learner.device)
@@ -188,6 +207,39 @@ class Trainer:
             guards=self.guards,
         )
 
+    def _distill(self, rollouts: list[Rollout], advantages_R: torch.Tensor, updated: Updated) -> dict[str, float]:
+        """Let the sampler's adapter learn, if it has one."""
+        if self.distiller is None:
+            return {}
+        with self.run.timer("distill"):
+            return self.distiller.learn(
+                rollouts,
+                advantages_R,
+                updated,
+                self.engine.kv,
+                self.engine.page_size,
+                self.loss_config,
+                self.update_config,
+                temperature=self.sampling.temperature,
+                max_length=self.sampling.max_tokens,
+                step=self.step,
+                guards=self.guards,
+            )
+
+    def _control(self, rollouts: list[Rollout], updated: Updated, metrics: dict[str, float]) -> dict[str, float]:
+        """Measure the tail by context length, raise alarms, and move the budget if that is asked for."""
+        config = self.control_config
+        measured: list[BinTail] = []
+        if config.every and self.step % config.every == 0:
+            measured = self.processes.by_first(lambda: measure(rollouts, updated, config))
+        found = tail_metrics(measured, self.engine.kv)
+        if not isinstance(self.kv, Full):
+            found |= self.alarms.look(self.step, metrics, measured, config.target)
+        if self.controller is not None:
+            found["kv/budget_moves"] = self.controller.observe(measured)
+            self.engine.use(self.controller.policy)
+        return found
+
     def _finish_step(self, metrics: dict[str, float], began: float) -> None:
         """Evaluate if it is time, write the step's line, save if it is time."""
         metrics = metrics | (self._evaluate() if self.run.evaluates(self.eval_config.every) else {})
@@ -200,7 +252,7 @@ class Trainer:
             return {}
         sampling = self.eval_config.sampling(self.sampling.max_tokens, self.sampling.stop, self.sampling.stop_ids)
         policies: dict[str, KVPolicy] = (
-            {"dense": Full()} if isinstance(self.kv, Full) else {"dense": Full(), "sparse": self.kv}
+            {"dense": Full()} if isinstance(self.kv, Full) else {"dense": Full(), "sparse": self.engine.kv}
         )
         metrics: dict[str, float] = {}
         with self.run.timer("eval"):
@@ -209,6 +261,7 @@ class Trainer:
                 engine = self.eval_engines.setdefault(
                     cache, GuardedEngine(self.loaded, policy, self.engine_config, self.guards, stage)
                 )
+                engine.use(policy)
                 rollouts = self._generate(engine, prompts, sampling, stage)
                 result = summary(rollouts, self._grade(rollouts, sampling.n), sampling.n)
                 engine.release()
@@ -240,9 +293,22 @@ class Trainer:
             "update": asdict(self.update_config),
             "optimizer": asdict(self.optimizer_config),
             "lora": asdict(self.lora_config),
+            "control": asdict(self.control_config),
+            "distill": asdict(self.distill_config),
             "eval": asdict(self.eval_config),
             "trainer": asdict(self.config),
         }
+
+    def state(self) -> dict[str, Any]:
+        """What the budget and the alarms go on from."""
+        control = self.controller.state() if self.controller is not None else {}
+        return {"alarms": self.alarms.state(), "control": control}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.alarms.restore(state.get("alarms", {}))
+        if self.controller is not None:
+            self.controller.restore(state.get("control", {}))
+            self.engine.use(self.controller.policy)
 
     def _reference(self) -> Head:
         """The model as it is now: the module without its adapters, or a copy."""
@@ -251,7 +317,11 @@ class Trainer:
         return Head(copy.deepcopy(self.loaded.model).requires_grad_(False))
 
     def _generate(self, engine: Engine, prompts: list[Prompt], sampling: Sampling, stage: str) -> list[Rollout]:
-        return generate(engine, prompts, sampling, self.processes, self._progress(stage))
+        """The rollouts of all prompts; those to learn from have the sampler's adapter, if there is one."""
+        distiller = self.distiller if engine is self.engine else None
+        with distiller.on() if distiller is not None else nullcontext():
+            show, record = self._progress(stage), distiller is not None
+            return generate(engine, prompts, sampling, self.processes, show, record_kept=record)
 
     def _grade(self, rollouts: list[Rollout], n: int) -> Graded:
         return grade(self.task.rewards, rollouts, n, self.loaded.tokenizer, self.processes)

@@ -20,12 +20,12 @@ from typing import Any
 
 import torch
 
-from sparse_rl.objective.correction import Correction, check_choices
+from sparse_rl.objective.correction import Corrected, Correction, check_choices
 from sparse_rl.objective.loss import LossConfig, policy_loss, token_scale
 from sparse_rl.objective.mismatch import TOP, diagnose
 from sparse_rl.score.pack import flatten
 from sparse_rl.score.score import score_microbatch
-from sparse_rl.train.batch import Batch
+from sparse_rl.train.batch import OVERLAPS, Batch
 from sparse_rl.train.guards import Guards, optimizer_memory
 from sparse_rl.train.layers import Activations, learner_layers
 from sparse_rl.train.learner import Learner
@@ -78,6 +78,8 @@ class Updated:
 
     metrics: dict[str, float]
     dense_logprobs: tuple[torch.Tensor, ...]  # one (T,) a rollout, nan where it was not scored
+    overlap: tuple[torch.Tensor, ...]  # likewise, what both sides have in their top lists; none if that is unknown
+    row_weights: torch.Tensor  # (R,) how many rollouts each stands for, 0 where it was not scored
     accepted: torch.Tensor  # (R,) bool, true where it was not scored
     bad: tuple[BadUpdate, ...] = ()  # whose loss or gradient was not finite
 
@@ -164,11 +166,11 @@ def update(
             if not math.isfinite(total + norm):
                 bad.append(BadUpdate(update=i, members=members, batch=part, loss=total, grad_norm=norm))
     learner.masters.to_sampler()
-    accepted = batch.correct(batch.tokens, correction).accepted
+    corrected = batch.correct(batch.tokens, correction)
     row_weights = torch.zeros(batch.num_rows)
     row_weights[batch.working] = 1.0
     row_weights[sampled] = stands_for
-    metrics = _diagnostics(batch, accepted, row_weights)
+    metrics = _diagnostics(batch, corrected, row_weights)
     metrics["mismatch/sampling_se"] = _sampling_se(len(batch.idle), len(sampled)) * len(batch.idle) / batch.num_rows
     metrics |= {name: sum(result[name] for result in results) / len(results) for name in results[0]}
     metrics["correction/skipped_updates"] *= len(results)
@@ -176,8 +178,14 @@ def update(
     metrics["update/max_tokens"] = guards.part("update", config.max_tokens)
     metrics["train/working_frac"] = len(batch.working) / batch.num_rows
     lengths = [len(rollout.token_ids) for rollout in rollouts]
-    dense = batch.dense_logprobs.float().cpu().split(lengths)
-    return Updated(metrics=metrics, dense_logprobs=dense, accepted=accepted.cpu(), bad=tuple(bad))
+    return Updated(
+        metrics=metrics,
+        dense_logprobs=batch.dense_logprobs.float().cpu().split(lengths),
+        overlap=batch.overlap[OVERLAPS[-1]].cpu().split(lengths) if batch.overlap else (),
+        row_weights=row_weights,
+        accepted=corrected.accepted.cpu(),
+        bad=tuple(bad),
+    )
 
 
 def _minibatches(groups: list[int], config: UpdateConfig, generator: torch.Generator) -> Iterator[list[int]]:
@@ -308,7 +316,7 @@ def _optimise(learner: Learner, batch: Batch, step: Step, max_tokens: int) -> di
         return metrics | learner.step(step.config.max_grad_norm, skip=not used_tokens or not math.isfinite(total_loss))
 
 
-def _diagnostics(batch: Batch, accepted: torch.Tensor, row_weights: torch.Tensor) -> dict[str, float]:
+def _diagnostics(batch: Batch, corrected: Corrected, row_weights: torch.Tensor) -> dict[str, float]:
     """The mismatch of all rollouts, from those that were scored."""
     row_weights = row_weights.to(batch.rows.device)
     scored = row_weights > 0
@@ -318,5 +326,7 @@ def _diagnostics(batch: Batch, accepted: torch.Tensor, row_weights: torch.Tensor
         return metrics
     log_xi = batch.dense_logprobs - batch.completions.sampler_logprobs
     metrics |= diagnose(log_xi, mask, batch.rows, row_weights, batch.overlap)
-    rejected = (row_weights * ~accepted).sum() / row_weights.sum()
-    return metrics | {"correction/rejection_rate": float(rejected)}
+    rejected = (row_weights * ~corrected.accepted).sum() / row_weights.sum()
+    weights = row_weights[batch.rows[mask]]
+    dropped = (weights * ~corrected.kept[mask]).sum() / weights.sum()
+    return metrics | {"correction/rejection_rate": float(rejected), "correction/dropped_frac": float(dropped)}

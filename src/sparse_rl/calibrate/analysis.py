@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From the tokens of all runs to statistics by context length, and to the schedule that they give."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from sparse_rl.calibrate.config import CalibrationConfig
+from sparse_rl.calibrate.search import Found, cheapest, pool_bins
+from sparse_rl.calibrate.statistics import describe
+from sparse_rl.calibrate.tokens import Tokens
+
+STUDIED = (0.75, 0.80, 0.86, 0.92)  # targets whose schedules are shown beside one's own
+
+
+def analyse(
+    floor: Tokens, budgets: list[int], run: Callable[[int], Tokens], config: CalibrationConfig
+) -> dict[str, Any]:
+    """Statistics of all runs, one in memory at a time, and the schedule that they give; budgets ascend."""
+    chosen = floor.entropy > config.entropy if config.tokens == "decision" else np.ones(len(floor.contexts), dtype=bool)
+    counts = np.bincount(floor.contexts[chosen] // config.bin) if chosen.any() else np.zeros(1, dtype=int)
+    bins = pool_bins(counts.tolist(), config.bin, config.min_tokens)
+    if counts.sum() < config.min_tokens:
+        raise ValueError(
+            f"the dense cache sampled {counts.sum():,} {config.tokens} tokens, fewer than min_tokens "
+            f"({config.min_tokens:,}); give more prompts, more samples (--n), or lower min_tokens."
+        )
+    dense = described(floor, bins, config)
+    found = {budget: described(run(budget), bins, config) for budget in budgets}
+    tails = np.array([tail_row(found[budget], config) for budget in budgets])
+    floors = tail_row(dense, config)
+    fitted = cheapest(tails, budgets, [start for start, _ in bins], targets(config, floors))
+    others = {}
+    for target in STUDIED:
+        other = cheapest(tails, budgets, [start for start, _ in bins], targets(config, floors, target))
+        others[f"{target:.2f}"] = {**asdict(other.schedule), "met": list(other.met)}
+    return {
+        "bins": bins,
+        "floor": dense,
+        "budgets": budgets,
+        "runs": [{"budget": budget, **found[budget]} for budget in budgets],
+        "targets": targets(config, floors),
+        "schedule": {**asdict(fitted.schedule), "met": list(fitted.met)},
+        "studied": others,
+        "notes": _notes(fitted, bins, tails, floors, config),
+    }
+
+
+def described(tokens: Tokens, bins: list[tuple[int, int]], config: CalibrationConfig) -> dict[str, Any]:
+    least = max(20, config.min_tokens // 2)  # a sparse sampler's answers are not as long as the dense one's
+    return describe(tokens, bins, entropy=config.entropy, bootstrap=config.bootstrap, least=least)
+
+
+def tail_row(run: dict[str, Any], config: CalibrationConfig) -> list[float]:
+    """The statistic that is asked for, of each bin; nan where a bin has too few tokens."""
+    groups = (each[config.overlap][config.tokens] for each in run["bins"])
+    return [float("nan") if group is None else group[config.tail] for group in groups]
+
+
+def targets(config: CalibrationConfig, floors: list[float], target: float | None = None) -> list[float]:
+    """What each bin's tail must reach."""
+    target = config.target if target is None else target
+    return [target * floor if config.relative else target for floor in floors]
+
+
+def _notes(
+    found: Found, bins: list[tuple[int, int]], tails: np.ndarray, floors: list[float], config: CalibrationConfig
+) -> list[str]:
+    notes = []
+    short = [f"{start}-{end}" for (start, end), met in zip(bins, found.met, strict=True) if not met]
+    if short:
+        lowest = np.nanmin(floors) if not np.isnan(floors).all() else float("nan")
+        notes.append(
+            f"no budget meets the target in the contexts {', '.join(short)}, where the largest is taken; the dense "
+            f"cache's own tail is as low as {lowest:.3f}. Lower the target, try larger budgets, or give relative."
+        )
+    known = tails[~np.isnan(tails)]
+    if len(known) and known.min() >= max(targets(config, floors)):
+        notes.append(
+            f"every budget meets the target: {config.tail} over {config.tokens} tokens does not tell them apart here. "
+            "Look at the curves; ask more of it (tail p01, tokens decision, a higher target), or try smaller budgets."
+        )
+    return notes

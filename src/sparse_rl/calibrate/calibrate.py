@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Find the cheapest budget by context length that keeps a sparse sampler near its dense model.
+
+    the dense cache (the floor), then each budget of a grid: sample -> dense pass -> runs/00512.npz
+    statistics by context length -> per bin the cheapest budget whose tail meets the target -> schedule.json
+    the schedule itself, as one more run: what it holds in fact, raised where that is too little
+
+A run is a function of the weights, the prompts and the settings, and is on disk whole or not at all. So a calibration
+that was killed goes on where it was, and another target, tail or bin is found from the same runs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import time
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from sparse_rl.calibrate.analysis import analyse, described, tail_row
+from sparse_rl.calibrate.config import CalibrationConfig
+from sparse_rl.calibrate.search import raise_budgets, with_budget
+from sparse_rl.calibrate.tokens import Tokens, probe
+from sparse_rl.kv import EvictPolicy, Full, KVPolicy, policy_record
+from sparse_rl.kv.schedule import Schedule, save
+from sparse_rl.model.load import LoadedModel
+from sparse_rl.rollout import EngineConfig, Progress, Sampling
+from sparse_rl.rollout.memory import Memory, free
+from sparse_rl.runfolder import command, differences, lock, provenance, write_whole
+from sparse_rl.types import Prompt
+
+RECORD = "calibration.json"
+TOLERANCE = 0.03  # below the target that a schedule may fall when it is run, before its budgets are raised
+
+
+class CalibrationObserver:
+    """Sees nothing; subclasses do."""
+
+    def on_begin(self, budgets: list[int], done: int) -> None:
+        """The dense cache is measured; `done` of the budgets are on disk from before."""
+
+    def on_step(self, run: str, finished: int, rollouts: int, progress: Progress) -> None:
+        """After a decode step of a run."""
+
+    def on_run(self, run: str, seconds: float, left_s: float) -> None:
+        """A run is on disk; all others take about `left_s`."""
+
+    def on_note(self, note: str) -> None:
+        """Something the user should know."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calibration:
+    """One calibration: what is sampled, and with which settings."""
+
+    loaded: LoadedModel
+    policy: KVPolicy
+    prompts: list[Prompt]
+    sampling: Sampling
+    engine: EngineConfig
+    config: CalibrationConfig
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest context that a sample can reach."""
+        return longest_context(self.prompts, self.sampling, self.loaded.context)
+
+    def budgets(self, longest: int | None = None) -> list[int]:
+        """To be tried, for contexts of at most `longest` tokens."""
+        return self.config.grid(self.policy, longest or self.longest, self.engine.page_size or self.policy.page_size)
+
+    def sampled(self) -> dict[str, Any]:
+        """Everything that decides the runs; what is made of them is free to change."""
+        policy = {key: value for key, value in policy_record(self.policy).items() if key not in ("budget", "schedule")}
+        ids = json.dumps([prompt.ids for prompt in self.prompts])
+        return {
+            "kv": policy,
+            "prompts": len(self.prompts),
+            "prompts_digest": hashlib.sha256(ids.encode()).hexdigest()[:16],
+            "sampling": {name: getattr(self.sampling, name) for name in ("n", "max_tokens", "temperature", "seed")},
+            "page_size": self.engine.page_size or self.policy.page_size,
+            "dtype": str(self.loaded.model.dtype).removeprefix("torch."),
+        }
+
+
+def longest_context(prompts: list[Prompt], sampling: Sampling, context: int) -> int:
+    return min(context, max(len(prompt.ids) for prompt in prompts) + sampling.max_tokens)
+
+
+def calibrate(
+    calibration: Calibration,
+    output: str | Path,
+    *,
+    named: dict[str, Any] | None = None,
+    resume: bool = False,
+    observer: CalibrationObserver | None = None,
+) -> dict[str, Any]:
+    """Run what is not on disk yet; the contents of results.json, which lies in the folder with schedule.json.
+
+    named: what else says which model and prompts these are; on a resume it must be the same
+    """
+    folder, observer = Path(output), observer or CalibrationObserver()
+    calibration.budgets()  # what is wrong with them is said before the work
+    check_folder(folder, resume=resume)
+    folder.mkdir(parents=True, exist_ok=True)
+    with lock(folder, "calibrating"):
+        record = _record(folder, calibration, named or {})
+        (folder / "runs").mkdir(exist_ok=True)
+        runs = _Runs(folder, calibration, observer)
+        floor = runs.floor()
+        budgets = calibration.budgets(int(floor.contexts.max()) + 1)
+        runs.begin(budgets)
+        results = record | analyse(floor, budgets, runs.at, calibration.config)
+        results["settings"] = asdict(calibration.config)
+        schedule = Schedule(**{key: tuple(results["schedule"][key]) for key in ("starts", "budgets")})
+        if calibration.config.verify:
+            schedule = _verified(schedule, runs, results, calibration)
+        results["finished"] = datetime.now(UTC).isoformat(timespec="seconds")
+        for note in results["notes"]:
+            observer.on_note(note)
+        write_whole(folder / "results.json", json.dumps(results, indent=1, allow_nan=False) + "\n")
+        told = {key: results[key] for key in ("model", "kv", "hardware", "commit", "finished") if key in results}
+        asked = {key: results["settings"][key] for key in ("target", "relative", "overlap", "tail", "tokens", "bin")}
+        save(schedule, folder / "schedule.json", **told, **asked)
+    return results
+
+
+def check_folder(folder: Path, *, resume: bool) -> None:
+    """Refuse to mix two calibrations, or to go on with none."""
+    if (folder / RECORD).is_file():
+        if not resume:
+            raise ValueError(f"{folder} has a calibration in it; go on with it (--resume), or give another --output.")
+    elif folder.exists() and (not folder.is_dir() or any(not path.name.startswith(".") for path in folder.iterdir())):
+        raise ValueError(f"{folder} has something else than a calibration in it; give another --output.")
+    elif resume and not folder.exists():
+        raise ValueError(f"there is no calibration to resume in {folder}; leave out --resume.")
+
+
+def _record(folder: Path, calibration: Calibration, named: dict[str, Any]) -> dict[str, Any]:
+    """What calibration.json says, the first start's; refuses to go on with other weights, prompts or sampling."""
+    path = folder / RECORD
+    sampled = json.loads(json.dumps({**named, **calibration.sampled()}))
+    if path.is_file():
+        try:
+            before: dict[str, Any] = json.loads(path.read_text())
+            changed = differences(before["sampled"], sampled)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{path} is damaged; give another --output.") from error
+        if changed:
+            raise ValueError(
+                f"{folder} was calibrated with other settings: {'; '.join(changed)}; resume with those, or give "
+                "another --output."
+            )
+        found = before
+    else:
+        found = {
+            "command": command(),
+            "sampled": sampled,
+            **provenance(calibration.loaded.shape.device),
+            "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        }
+        write_whole(path, json.dumps(found, indent=1) + "\n")
+    return {**found, **sampled}
+
+
+class _Runs:
+    """The runs of a calibration, from disk where they are there."""
+
+    def __init__(self, folder: Path, calibration: Calibration, observer: CalibrationObserver) -> None:
+        self.folder, self.calibration, self.observer = folder / "runs", calibration, observer
+        self.memory, self.spent, self.made, self.left = Memory(), 0.0, 0, 1
+
+    def begin(self, budgets: list[int]) -> None:
+        """Now that the dense cache's run says which budgets there are to try."""
+        done = sum((self.folder / f"{budget:05}.npz").is_file() for budget in budgets)
+        self.left = len(budgets) - done + (self.calibration.config.verify > 0)
+        self.observer.on_begin(budgets, done)
+
+    def floor(self) -> Tokens:
+        return self._run("full", Full())
+
+    def at(self, budget: int) -> Tokens:
+        return self._run(f"{budget:05}", with_budget(self.calibration.policy, budget))
+
+    def of_schedule(self, schedule: Schedule) -> Tokens:
+        """A file a schedule, since a policy reads its file once a process."""
+        text = json.dumps(asdict(schedule))
+        name = f"schedule-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+        path = self.folder / f"{name}.json"
+        save(schedule, path)
+        return self._run(name, with_budget(self.calibration.policy, str(path)))
+
+    def _run(self, name: str, policy: KVPolicy) -> Tokens:
+        path, asked = self.folder / f"{name}.npz", self.calibration
+        found = Tokens.load(path)
+        if found is not None:
+            return found
+        began, rollouts = time.perf_counter(), len(asked.prompts) * asked.sampling.n
+        device = asked.loaded.shape.device
+
+        def step(before: int, progress: Progress) -> None:
+            self.observer.on_step(name, before + progress.num_finished, rollouts, progress)
+
+        found = probe(asked.loaded, policy, asked.prompts, asked.sampling, asked.engine, self.memory, on_step=step)
+        found.save(path)
+        if device.type == "cuda":
+            free(device)
+        seconds = time.perf_counter() - began
+        self.spent, self.made, self.left = self.spent + seconds, self.made + 1, max(0, self.left - 1)
+        self.observer.on_run(name, seconds, self.left * self.spent / self.made)
+        return found
+
+
+def _verified(schedule: Schedule, runs: _Runs, results: dict[str, Any], calibration: Calibration) -> Schedule:
+    """The schedule, run as it is; raised, and run again, as long as it holds less than the target.
+
+    What was evicted at short contexts is missing at longer ones, so a budget that holds a bin from the beginning may
+    not hold it after smaller ones.
+    """
+    config, bins, tried = calibration.config, results["bins"], []
+    starts, evicts = [start for start, _ in bins], isinstance(calibration.policy, EvictPolicy)
+    for rounds_left in range(config.verify - 1, -1, -1):
+        results["verified"] = described(runs.of_schedule(schedule), bins, config)
+        held = tail_row(results["verified"], config)
+        short = [i for i, target in enumerate(results["targets"]) if held[i] < target - TOLERANCE]
+        tried.append({**asdict(schedule), "tails": [None if math.isnan(tail) else tail for tail in held]})
+        if not short:
+            break
+        raised = raise_budgets(schedule, starts, results["budgets"], short[0], before=evicts)
+        if not rounds_left or raised == schedule:
+            names = ", ".join("{}-{}".format(*bins[i]) for i in short)
+            results["notes"].append(
+                f"run as it is, the schedule's tail is below the target by more than {TOLERANCE} in the contexts "
+                f"{names}; give more rounds (verify), more tokens, or a larger budget there."
+            )
+            break
+        schedule = raised
+    results["schedule"] = {**asdict(schedule), "met": results["schedule"]["met"]}
+    results["tried"] = tried
+    return schedule

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a calibration tries, and what it asks of what it finds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from sparse_rl.calibrate.search import budget_grid, check_policy, possible, with_budget
+from sparse_rl.calibrate.statistics import GROUPS, SCALES, TAILS
+from sparse_rl.kv import KVPolicy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CalibrationConfig:
+    """Which budgets are tried, and what is asked of them.
+
+    budgets: to try; if none are given, num_budgets from lowest to highest
+    num_budgets: how many, each the same factor above the one before; fewer where pages are too coarse
+    lowest: smallest budget to try; a 64th of the longest context if not given, or what the policy can do
+    highest: largest budget to try; the longest context that the dense cache came to, if not given
+    page: budgets are multiples of this many entries
+    target: overlap that the tail must reach; 0.86 is Sparrow's, on the scale top20
+    relative: the target is a share of the dense cache's own tail instead; Sparrow's 0.86 is 0.915 of its floor
+    overlap: top20 (over tokens in both top 20, Sparrow's) or lower (over the sampler's best ids, exact up to 4096)
+    tail: statistic of a bin that must meet the target: p05, p01 or mean
+    tokens: over which tokens: all, or decision (dense entropy above the threshold)
+    entropy: threshold of decision tokens in nats; 0.69 is a fair coin's
+    bin: tokens of a bin of context length
+    min_tokens: tokens a bin must have; one with fewer is pooled with the next
+    bootstrap: resamples of the rollouts for 95 % intervals; 0 leaves them out
+    verify: times the schedule itself is run; where it falls short its budgets rise; 0 leaves it as the grid has it
+    """
+
+    budgets: tuple[int, ...] = ()
+    num_budgets: int = 18
+    lowest: int | None = None
+    highest: int | None = None
+    page: int = 16
+    target: float = 0.86
+    relative: bool = False
+    overlap: Literal["top20", "lower"] = "top20"
+    tail: Literal["p05", "p01", "mean"] = "p05"
+    tokens: Literal["all", "decision"] = "all"
+    entropy: float = 0.69
+    bin: int = 2000
+    min_tokens: int = 2000
+    bootstrap: int = 200
+    verify: int = 6
+
+    def __post_init__(self) -> None:
+        for name, least in (
+            ("num_budgets", 1),
+            ("page", 1),
+            ("bin", 1),
+            ("min_tokens", 20),
+            ("bootstrap", 0),
+            ("verify", 0),
+        ):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least {least}.")
+        for name in ("lowest", "highest"):
+            given = getattr(self, name)
+            if given is not None and given < 1:
+                raise ValueError(f"{name} is {given}; it must be at least 1.")
+        if self.lowest is not None and self.highest is not None and self.lowest > self.highest:
+            raise ValueError(f"lowest is {self.lowest}, above highest, {self.highest}; exchange them.")
+        if not 0.0 < self.target < 1.0:
+            raise ValueError(f"target is {self.target}; it must lie between 0 and 1, as 0.86 does.")
+        if self.entropy < 0:
+            raise ValueError(f"entropy is {self.entropy}; it must be at least 0.")
+        for name, choices in (("overlap", SCALES), ("tail", tuple(TAILS)), ("tokens", GROUPS)):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; choose one of {', '.join(choices)}.")
+        if any(budget < 1 for budget in self.budgets) or len({*self.budgets}) < len(self.budgets):
+            raise ValueError(f"budgets are {', '.join(map(str, self.budgets))}; give each once, from 1 on.")
+
+    def grid(self, policy: KVPolicy, longest: int, page_size: int) -> list[int]:
+        """The budgets to try for contexts of at most `longest` tokens."""
+        check_policy(policy)
+        for budget in self.budgets:
+            if not possible(policy, budget, page_size):
+                with_budget(policy, budget)  # says why
+                raise ValueError(
+                    f"budget {budget} is less than the pages {policy.name} always reads; give a larger one."
+                )
+        return sorted(self.budgets) or budget_grid(
+            policy,
+            longest,
+            count=self.num_budgets,
+            page=self.page,
+            page_size=page_size,
+            lowest=self.lowest,
+            highest=self.highest,
+        )

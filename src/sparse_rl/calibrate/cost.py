@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a schedule saves: Sparrow's eFLOPs as printed, and a decode step's time by what it has to move.
+
+N samples of a prompt of L_in tokens, L_out tokens each; P parameters; D = layers x KV heads x width; r query heads a KV
+head; I operations a device does while it moves one element. reads = sum over tokens of min(context, budget(context)).
+
+    dense    2 P N L_out + r (2 L_in + L_out) L_out N D + I (2 L_in L_out D + N L_out^2 D)
+    sparse   2 P N L_out + 2 r N D reads + 2 I N D reads + scoring
+    scoring  2 N L_in D L_out / page + r N D L_out^2 / (2 page) + I (2 L_in D L_out / page + N D L_out^2 / (2 page))
+
+In the paper the terms with L_in are printed without "/ page"; `printed` leaves it out too. Dense layers read everything
+and score nothing. The time of a step, for `rows` sequences at one context:
+
+    max(b W / BW, 2 W rows / F) + rows kv reads / BW + rows landmarks / BW + 4 rows V / BW + fixed
+
+W weights in matrix products, b bytes each; kv bytes of an entry; V vocabulary; BW bytes and F operations a second. What
+launching and the host take is `fixed`, measured on the machine at hand.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from sparse_rl.kv import EvictPolicy, KVPolicy
+from sparse_rl.kv.schedule import Schedule
+
+H200_INTENSITY = 412.0  # 989e12 operations over 4.8e12 bytes, 2 bytes an element
+REACHED = (4.19 / 4.8, 780 / 989)  # of the published bandwidth and operations; measured on an H200
+# Published: bytes a second, and dense operations a second in 16 bits.
+GPUS: dict[str, tuple[float, float]] = {
+    "b200": (8.0e12, 2250e12),
+    "h200": (4.8e12, 989e12),
+    "h100": (3.35e12, 989e12),
+    "a100-80": (2.04e12, 312e12),
+    "a100-40": (1.555e12, 312e12),
+    "l40s": (0.864e12, 362e12),
+    "a6000": (0.768e12, 155e12),
+    "l4": (0.3e12, 121e12),
+    "a10": (0.6e12, 125e12),
+    "5090": (1.79e12, 210e12),
+    "4090": (1.008e12, 165e12),
+    "3090": (0.936e12, 71e12),
+    "t4": (0.32e12, 65e12),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """What of a model costs time."""
+
+    name: str
+    parameters: int
+    weights: int  # of them, in matrix products; a tied embedding counts once, as the head
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int
+    itemsize: int = 2
+
+    @property
+    def width(self) -> int:
+        """D: numbers of a token's keys in all layers."""
+        return self.layers * self.kv_heads * self.head_dim
+
+    @property
+    def kv_bytes(self) -> int:
+        """Of a token's keys and values."""
+        return 2 * self.width * self.itemsize
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """How a sparse cache reads. A policy that evicts scores nothing in a step, and holds half an interval more."""
+
+    schedule: Schedule
+    page: int = 16
+    landmarks: int = 1  # vectors a page that a step's scoring reads: 1 for means, 2 for bounds, 0 for none
+    dense_layers: int = 2
+    more: int = 0  # entries read beyond the budget, on average
+
+    @classmethod
+    def of(cls, policy: KVPolicy, page_size: int) -> Reading:
+        """As the policy reads, with the engine's pages."""
+        choice = policy.selection
+        if choice is not None:
+            return cls(
+                schedule=choice.schedule, page=page_size, landmarks=choice.landmarks, dense_layers=choice.dense_layers
+            )
+        if not isinstance(policy, EvictPolicy):
+            raise ValueError(f"{policy.name!r} reads everything, so it saves nothing; choose a policy with a budget.")
+        return cls(schedule=policy.schedule, page=page_size, landmarks=0, dense_layers=0, more=policy.interval // 2)
+
+    def entries(self, contexts: np.ndarray) -> np.ndarray:
+        """What a sparse layer reads at each context."""
+        places = np.searchsorted(self.schedule.starts, contexts, side="right") - 1
+        return np.minimum(contexts, np.array(self.schedule.budgets)[places] + self.more)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """What a device can do, and what a step costs that is neither moving nor computing."""
+
+    name: str
+    bandwidth: float
+    flops: float
+    fixed_s: float = 0.0
+
+
+def gpu(name: str) -> Machine:
+    """A GPU by name, at the share of its published figures that is reached."""
+    if name.lower() not in GPUS:
+        raise ValueError(f"--gpu {name!r} is unknown; known are {', '.join(GPUS)}; or give --bandwidth and --flops.")
+    bandwidth, flops = GPUS[name.lower()]
+    return Machine(name=name.upper(), bandwidth=bandwidth * REACHED[0], flops=flops * REACHED[1])
+
+
+def dense_eflops(model: Model, *, n: int, prompt: int, output: int, intensity: float = H200_INTENSITY) -> float:
+    ratio, width = model.heads / model.kv_heads, model.width
+    compute = 2.0 * model.parameters * n * output + ratio * (2.0 * prompt + output) * output * n * width
+    return compute + intensity * (2.0 * prompt * output * width + n * float(output) ** 2 * width)
+
+
+def sparse_eflops(
+    model: Model,
+    reading: Reading,
+    *,
+    n: int,
+    prompt: int,
+    output: int,
+    intensity: float = H200_INTENSITY,
+    printed: bool = False,
+) -> float:
+    ratio, width = model.heads / model.kv_heads, model.width
+    contexts = np.arange(prompt, prompt + output)
+    dense = min(1.0, reading.dense_layers / model.layers)
+    reads = dense * float(contexts.sum()) + (1.0 - dense) * float(reading.entries(contexts).sum())
+    of_prompt = 2.0 * prompt * width * output / (1 if printed else reading.page)
+    of_output = width * float(output) ** 2 / (2.0 * reading.page)
+    scoring = n * of_prompt + ratio * n * of_output + intensity * (of_prompt + n * of_output)
+    attention = 2.0 * (ratio + intensity) * n * width * reads
+    return 2.0 * n * model.parameters * output + attention + (1.0 - dense) * reading.landmarks * scoring
+
+
+def step_s(
+    model: Model, machine: Machine, contexts: np.ndarray, *, rows: int, reading: Reading | None = None
+) -> np.ndarray:
+    """Seconds of a decode step at each context, the same for all rows; dense if nothing says how to read."""
+    weights = max(model.itemsize * model.weights / machine.bandwidth, 2.0 * model.weights * rows / machine.flops)
+    reads, landmarks = contexts.astype(np.float64), np.zeros(len(contexts))
+    if reading is not None:
+        dense = min(1.0, reading.dense_layers / model.layers)
+        sparse = reading.entries(contexts)
+        pages = np.where(sparse < contexts, contexts / reading.page, 0.0)  # a row that reads all of it chooses nothing
+        landmarks = (1.0 - dense) * reading.landmarks * pages * model.width * model.itemsize
+        reads = dense * reads + (1.0 - dense) * sparse
+    moved = rows * (reads * model.kv_bytes + landmarks + 4.0 * model.vocabulary)
+    return weights + moved / machine.bandwidth + machine.fixed_s
+
+
+def speed_up(model: Model, machine: Machine, reading: Reading, *, rows: int, prompt: int, output: int) -> float:
+    """Dense over sparse time of outputs that long, the same rows in both."""
+    contexts = np.arange(prompt, prompt + output)
+    dense = step_s(model, machine, contexts, rows=rows).sum()
+    return float(dense / step_s(model, machine, contexts, rows=rows, reading=reading).sum())
+
+
+def by_page(
+    model: Model, machine: Machine, reading: Reading, pages: list[int], *, rows: int, prompt: int, output: int
+) -> dict[int, float]:
+    """The speed-up with pages of each size, the entries read the same: larger ones have fewer landmarks to score."""
+    return {
+        page: speed_up(model, machine, replace(reading, page=page), rows=rows, prompt=prompt, output=output)
+        for page in pages
+    }

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which budgets to try, which contexts to pool, and the cheapest budgets that hold a tail."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from sparse_rl.kv import KVPolicy
+from sparse_rl.kv.schedule import Schedule
+
+SPAN = 64  # the longest context over the smallest budget that is tried by itself
+
+
+def budget_grid(
+    policy: KVPolicy,
+    longest: int,
+    *,
+    count: int,
+    page: int,
+    page_size: int,
+    lowest: int | None = None,
+    highest: int | None = None,
+) -> list[int]:
+    """About `count` budgets from the smallest the policy can do to the longest context, multiples of `page`.
+
+    They are geometric; where pages are too coarse for that many, there are fewer.
+    """
+    top = page * max(1, -(-(min(highest, longest) if highest else longest) // page))
+    bottom = page * max(1, -(-(lowest or longest // SPAN) // page))
+    while bottom < top and not possible(policy, bottom, page_size):
+        bottom += page
+    if bottom > top or not possible(policy, top, page_size):
+        raise ValueError(
+            f"no budget up to {top} is possible with {policy.name}: protected entries or pages alone take more; "
+            "protect less, give longer samples (--max-tokens), or a larger --highest."
+        )
+    steps = np.geomspace(bottom, top, count) if count > 1 else np.array([top])
+    return sorted({page * round(step / page) for step in steps} - {0})
+
+
+def possible(policy: KVPolicy, budget: int, page_size: int) -> bool:
+    """Whether the policy accepts the budget, with the engine's pages."""
+    try:
+        given = with_budget(policy, budget)
+        if given.selection is not None:
+            given.selection.check_page_size(page_size)
+    except ValueError:
+        return False
+    return True
+
+
+def check_policy(policy: KVPolicy) -> None:
+    if not hasattr(policy, "budget"):
+        raise ValueError(f"{policy.name!r} has no budget to calibrate; choose a policy that has one, such as rkv.")
+
+
+def with_budget(policy: KVPolicy, budget: int | str) -> KVPolicy:
+    check_policy(policy)
+    settings: dict[str, Any] = {"budget": budget}
+    return replace(policy, **settings)
+
+
+def pool_bins(counts: Sequence[int], width: int, least: int) -> list[tuple[int, int]]:
+    """Bins of context length, [from, to), of `width` tokens or more, pooled until each has `least` tokens.
+
+    counts: tokens of each bin of `width`, from context 0 on. What is left at the end goes to the last bin.
+    """
+    found: list[tuple[int, int]] = []
+    start = total = 0
+    for i, count in enumerate(counts):
+        total += count
+        if total >= least:
+            found.append((start, (i + 1) * width))
+            start, total = (i + 1) * width, 0
+    end = max((i + 1 for i, count in enumerate(counts) if count), default=1) * width
+    if start < end:
+        if found:
+            found[-1] = (found[-1][0], end)
+        else:
+            found.append((0, end))
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """A schedule, and in which bins its budget's tail meets the target."""
+
+    schedule: Schedule
+    met: tuple[bool, ...]
+
+
+def cheapest(
+    tails_BN: np.ndarray,  # budgets x bins, nan where there are too few tokens
+    budgets: Sequence[int],  # ascending
+    starts: Sequence[int],  # of the bins
+    targets: Sequence[float],  # of the bins
+) -> Found:
+    """Per bin the smallest budget whose tail meets the target, never smaller than in the bin before.
+
+    Each choice being the smallest possible leaves the next bin all its choices, so no schedule that meets the targets
+    and never falls is smaller anywhere. Where none meets its target, the largest budget is as near as it gets; a bin
+    without a measurement keeps the budget before it.
+    """
+    least, chosen, met = 0, [], []
+    for column, target in zip(tails_BN.T, targets, strict=True):
+        known = [i for i in range(least, len(budgets)) if not math.isnan(column[i])]
+        holding = [i for i in known if column[i] >= target]
+        least = holding[0] if holding else len(budgets) - 1 if known else least
+        chosen.append(budgets[least])
+        met.append(bool(holding))
+    return Found(schedule=_steps(starts, chosen), met=tuple(met))
+
+
+def raise_budgets(
+    schedule: Schedule, starts: Sequence[int], budgets: Sequence[int], short: int, *, before: bool
+) -> Schedule:
+    """One step of the grid more for a schedule that holds too little in bin number `short`.
+
+    before: raise the smaller budgets of the bins before it, if there are any, since what they dropped is missing there
+    """
+    own = [schedule.at(start) for start in starts]
+    smaller = [i for i in range(short) if own[i] < own[short]] if before else []
+    for i in smaller or [short]:
+        own[i] = next((budget for budget in budgets if budget > own[i]), own[i])
+    raised = np.maximum.accumulate(own).tolist()
+    return _steps(starts, raised)
+
+
+def _steps(starts: Sequence[int], chosen: Sequence[int]) -> Schedule:
+    """A budget a bin as a schedule, its equal neighbours as one step; it begins at context 0."""
+    firsts = [i for i in range(len(chosen)) if i == 0 or chosen[i] != chosen[i - 1]]
+    return Schedule(tuple(0 if i == 0 else starts[i] for i in firsts), tuple(chosen[i] for i in firsts))

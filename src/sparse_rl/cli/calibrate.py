@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`sparse-rl calibrate`: the cheapest budget by context length for a model; `calibrate cost` has a file of its own."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_origin, get_type_hints
+
+from sparse_rl.cli.parsing import add_model, make_parser, model_dtype, parse, quiet_bars
+
+if TYPE_CHECKING:
+    from jsonargparse import ArgumentParser, Namespace
+
+    from sparse_rl.calibrate import CalibrationConfig
+    from sparse_rl.kv import KVPolicy
+    from sparse_rl.model.load import LoadedModel, Reader
+    from sparse_rl.rollout import EngineConfig, Sampling
+    from sparse_rl.types import Prompt
+
+DESCRIPTION = """Find the budget a model needs: the cheapest KV cache, by context length, that stays near the dense one.
+
+The dense cache and each budget of a grid answer the prompts; one dense pass over every answer says how much of the
+next-token distributions overlap, sum_v min(p_dense, p_sparse), at every token. Training is stable as long as the worst
+tokens overlap enough: the 5th percentile at 0.86 or more on Sparrow's scale. Per bin of context length the cheapest
+budget that reaches the target goes into the schedule, which is then run as it is. OUTPUT gets
+
+  schedule.json   for --kv.budget of train and generate, and for --kv rkv:OUTPUT/schedule.json of eval
+  report.html     curves, fits, hazards, the schedule; report.png has the curves alone
+  results.json    every number of it
+  runs/           what was measured, a file a budget
+
+A calibration that was killed goes on with the same command and --resume: finished budgets are not done again. With
+another --target, --tail, --tokens, --overlap or --bin, --resume finds another schedule from the same runs.
+
+Prompts are those of a task (--task.name and its settings, as in train), of --benchmarks, or of a file (--prompts;
+JSONL, JSON or parquet with a prompt or a problem in every row). Let them be like those of training, and as long.
+
+  sparse-rl calibrate --num-prompts 48 --n 1 --max-tokens 195 --kv rkv:interval=8 --page 8 --bin 50 --min-tokens 500 \\
+      --output calibrations/first
+  sparse-rl calibrate --model smollm2 --benchmarks gsm8k --kv snapkv:interval=16 --max-tokens 1024 --bin 250 \\
+      --device cuda --dtype bfloat16 --output calibrations/smollm2
+  sparse-rl calibrate --model Qwen/Qwen3-1.7B --benchmarks aime24 aime25 --n 8 --max-tokens 37888 --dry-run
+  sparse-rl calibrate cost --help       what a schedule saves: predicted for any shape and GPU, measured on this one
+"""
+
+GPU_ROWS, CPU_ROWS = 256, 32
+
+
+def run(arguments: list[str]) -> None:
+    if arguments[:1] == ["cost"]:
+        from sparse_rl.cli import calibrate_cost
+
+        calibrate_cost.run(arguments[1:])
+        return
+    settings = parse(_parser(), arguments)
+    from sparse_rl.calibrate import Calibration, calibrate
+    from sparse_rl.evaluate.plan import parse_cache
+    from sparse_rl.evaluate.record import model_digest
+    from sparse_rl.model.load import load, load_reader
+    from sparse_rl.report.calibration_live import CalibrationLive
+    from sparse_rl.report.calibration_page import summary_lines, write_calibration
+
+    logging.basicConfig(format="sparse-rl: %(levelname)s: %(message)s", level=logging.WARNING, stream=sys.stderr)
+    policy, config = parse_cache(settings.kv), _config(settings)
+    sampling, engine = _sampling(settings), _engine(settings)
+    if settings.dry_run:
+        _dry_run(settings, policy, config, sampling, engine, load_reader(settings.model))
+        return
+    if not settings.output:
+        raise ValueError("--output is missing; name a folder for the runs, the schedule and the report.")
+    quiet_bars()
+    loaded = load(settings.model, dtype=model_dtype(settings.dtype), device=settings.device)
+    prompts = _prompts(settings, loaded)
+    calibration = Calibration(
+        loaded=loaded, policy=policy, prompts=prompts, sampling=sampling, engine=engine, config=config
+    )
+    folder, named = Path(settings.output), {"model": settings.model, "model_digest": model_digest(loaded)}
+    with CalibrationLive() as live:
+        results = calibrate(calibration, folder, named=named, resume=settings.resume, observer=live)
+    write_calibration(results, folder)
+    print("\n".join(summary_lines(results)))
+    print(f"{folder / 'schedule.json'}, {folder / 'report.html'}, {folder / 'report.png'}, {folder / 'results.json'}")
+
+
+def _parser() -> ArgumentParser:
+    from sparse_rl.calibrate import CalibrationConfig
+    from sparse_rl.config import add_section, add_task_section
+    from sparse_rl.rollout import EngineConfig
+
+    parser = make_parser("calibrate", DESCRIPTION)
+    parser.add_argument("--config", action="config", help="YAML file with any of these settings")
+    add_model(parser, default="embedded")
+    parser.add_argument(
+        "--kv",
+        type=str,
+        default="rkv",
+        help="the policy: rkv, snapkv:interval=16, ...; its budget is what is looked for",
+    )
+    parser.add_argument("--prompts", type=str | None, default=None, help="file of prompts, or hub:NAME")
+    parser.add_argument("--benchmarks", nargs="+", type=str, default=[], help="problems of benchmarks as prompts")
+    parser.add_argument("--data-dir", type=str | None, default=None, help="folder with BENCHMARK/test.jsonl")
+    parser.add_argument("--num-prompts", type=int, default=64, help="prompts at most")
+    parser.add_argument("--n", type=int, default=8, help="samples a prompt")
+    parser.add_argument("--max-tokens", type=int, default=4096, help="most tokens of a sample")
+    parser.add_argument("--temperature", type=float, default=1.0, help="of sampler and dense model alike")
+    parser.add_argument("--seed", type=int, default=0, help="of the samples")
+    parser.add_argument("--output", type=str | None, default=None, help="folder for runs, schedule and report")
+    parser.add_argument("--resume", action="store_true", help="go on with the calibration in the output folder")
+    parser.add_argument("--dry-run", action="store_true", help="show what would run, and stop")
+    add_fields(parser, CalibrationConfig)
+    add_task_section(parser)
+    rows = f"sequences decoded together; {GPU_ROWS} on a GPU and {CPU_ROWS} on a CPU if not given"
+    add_section(parser, "engine", EngineConfig, leave_out=("rows",))
+    parser.add_argument("--engine.rows", type=int | None, default=None, help=rows)
+    return parser
+
+
+def add_fields(parser: ArgumentParser, component: type) -> None:
+    """A flag for every field of the settings, without a section's name."""
+    from jsonargparse import ActionYesNo
+
+    from sparse_rl.config import field_texts, one_or_several
+
+    hints, texts = get_type_hints(component), field_texts(component)
+    for field in fields(component):
+        hint = hints[field.name]
+        flag: dict[str, Any] = {"type": str if get_origin(hint) is Literal else one_or_several(hint)}
+        if hint is bool:
+            flag = {"action": ActionYesNo(no_prefix="no-")}
+        default = list(field.default) if isinstance(field.default, tuple) else field.default
+        parser.add_argument(f"--{field.name.replace('_', '-')}", default=default, help=texts[field.name], **flag)
+
+
+def _config(settings: Namespace) -> CalibrationConfig:
+    from sparse_rl.calibrate import CalibrationConfig
+
+    given = {field.name: settings[field.name] for field in fields(CalibrationConfig)}
+    budgets = given.pop("budgets")
+    try:
+        return CalibrationConfig(budgets=tuple(budgets) if isinstance(budgets, list) else (budgets,), **given)
+    except TypeError as error:
+        raise ValueError(f"a setting is null where it needs a value ({error}); give it one or leave it out.") from error
+
+
+def _sampling(settings: Namespace) -> Sampling:
+    from sparse_rl.rollout import Sampling
+
+    if settings.temperature == 0:
+        raise ValueError("--temperature is 0, but training samples; give the temperature of training, such as 1.")
+    given = {name: settings[name] for name in ("n", "max_tokens", "temperature", "seed")}
+    try:
+        return Sampling(**given)
+    except ValueError as error:
+        raise ValueError(str(error).replace("sampling.", "--")) from error
+
+
+def _engine(settings: Namespace) -> EngineConfig:
+    from sparse_rl.config import build_section
+    from sparse_rl.rollout import EngineConfig
+
+    if settings.engine.rows is None:
+        settings.engine.rows = CPU_ROWS if settings.device == "cpu" else GPU_ROWS
+    return build_section(EngineConfig, "engine", settings.engine)
+
+
+def _prompts(settings: Namespace, model: LoadedModel | Reader) -> list[Prompt]:
+    """At most `num_prompts` that fit the model's context."""
+    from sparse_rl.tasks.prompts import short_enough
+
+    if settings.num_prompts < 1:
+        raise ValueError(f"--num-prompts is {settings.num_prompts}; it must be at least 1.")
+    if settings.prompts and settings.benchmarks:
+        raise ValueError("prompts were given both with --prompts and with --benchmarks; use one.")
+    if settings.prompts:
+        found = _from_file(settings.prompts, settings.num_prompts, model)
+    elif settings.benchmarks:
+        found = _from_benchmarks(settings, model)
+    else:
+        from sparse_rl.config import build_task
+
+        task = build_task(settings.task).build(model.tokenizer, context=model.context)
+        found = {f"prompt {i}": prompt for i, prompt in enumerate(task.stream(0, settings.num_prompts, settings.seed))}
+    remedy = "give a model with a longer context"
+    return short_enough(found, lambda prompt: len(prompt.ids), model.context - 1, remedy)
+
+
+def _from_file(source: str, most: int, model: LoadedModel | Reader) -> dict[str, Prompt]:
+    from sparse_rl.tasks.files import read_table
+    from sparse_rl.tasks.layouts import choose_layout
+    from sparse_rl.tasks.prompts import as_turn, make_prompt
+
+    table = read_table(source)
+    layout = choose_layout("auto", None, None, table.rows[0])
+    found = {}
+    for row in table.rows[:most]:
+        prompt, columns = layout.split(row)
+        written = as_turn(prompt, model.tokenizer) if layout.templated and isinstance(prompt, str) else prompt
+        found[row.where] = make_prompt({**columns, "prompt": written}, row.where, model.tokenizer)
+    return found
+
+
+def _from_benchmarks(settings: Namespace, model: LoadedModel | Reader) -> dict[str, Prompt]:
+    """Problems as `eval` puts them, taken in turn from each benchmark."""
+    from itertools import islice, zip_longest
+
+    from sparse_rl.evaluate.protocols import PROTOCOLS
+    from sparse_rl.tasks.benchmarks import read_problems
+    from sparse_rl.tasks.prompts import Style, find_template, make_prompt
+
+    found: list[list[tuple[str, Prompt]]] = []
+    for name in settings.benchmarks:
+        style = Style(template=find_template(PROTOCOLS["default"].settings(name).template, model.tokenizer))
+        rows = read_problems(name, Path(settings.data_dir).expanduser() if settings.data_dir else None)[0]
+        found.append([])
+        for row in rows[: settings.num_prompts]:
+            where = f"problem {row['id']!r} of {name}"
+            written = {**row, "prompt": style.write(row["problem"], where)}
+            found[-1].append((where, make_prompt(written, where, model.tokenizer)))
+    in_turn = (each for turn in zip_longest(*found) for each in turn if each is not None)
+    return dict(islice(in_turn, settings.num_prompts))
+
+
+def _dry_run(
+    settings: Namespace,
+    policy: KVPolicy,
+    config: CalibrationConfig,
+    sampling: Sampling,
+    engine: EngineConfig,
+    reader: Reader,
+) -> None:
+    """Prompts, budgets and tokens at most; no weights are loaded."""
+    from sparse_rl.calibrate import longest_context
+
+    prompts = _prompts(settings, reader)
+    longest = longest_context(prompts, sampling, reader.context)
+    budgets = config.grid(policy, longest, engine.page_size or policy.page_size)
+    room = sum(sampling.n * min(sampling.max_tokens, reader.context - len(prompt.ids)) for prompt in prompts)
+    print(f"{settings.model} with {policy.name}: {len(prompts)} prompts x {sampling.n} samples a run")
+    print(
+        f"contexts of at most {longest:,} tokens, in bins of {config.bin:,}: {-(-longest // config.bin)} bins at most"
+    )
+    print(f"{len(budgets)} budgets at most: {', '.join(map(str, budgets))}")
+    if not config.budgets and config.highest is None:
+        print("  (they end at the longest context that the dense cache comes to, which the first run tells)")
+    once = f" and at most {config.verify} runs of the schedule" if config.verify else ""
+    print(
+        f"{1 + len(budgets)} runs{once}, each at most {room:,} tokens; engine.rows {engine.rows} on {settings.device}"
+    )
+    share = " of the dense cache's own" if config.relative else ""
+    print(f"target: {config.tail} of {config.overlap} overlap over {config.tokens} tokens, {config.target}{share}")

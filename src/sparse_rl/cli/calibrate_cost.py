@@ -1,0 +1,269 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`sparse-rl calibrate cost`: what a schedule saves, predicted for a shape and a GPU, and measured on this machine."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
+
+from sparse_rl.cli.parsing import make_parser, model_dtype, parse, quiet_bars
+
+if TYPE_CHECKING:
+    from jsonargparse import ArgumentParser, Namespace
+
+    from sparse_rl.calibrate.cost import Machine, Model, Reading
+    from sparse_rl.kv import KVPolicy
+
+DESCRIPTION = """Predict how much faster rollouts are with a schedule than with a dense cache; --measure checks it here.
+
+eFLOPs are Sparrow's count of operations and of elements moved. The time of a step counts the weights, the entries read
+(all of them in dense layers), the landmarks that are scored, the logits, and a fixed cost for launching. It is taken at
+equal rows: memory that an evicting policy frees can also go into more rows, which is not in it.
+
+The schedule is --budget, read as Sparrow reads (pages of 16 chosen by the mean of their keys, layers 0 and 1 dense), or
+that of a policy as --kv has it. --measure times decode steps of this machine at some contexts, dense and with --kv, on
+random weights, and sets them against the prediction; the fixed cost is what a step at a short context takes beyond it.
+
+  sparse-rl calibrate cost --shape qwen3-1.7b --gpu h200 --budget sparrow/qwen3-1.7b-0.86 --output 37000
+  sparse-rl calibrate cost --shape qwen3-4b --gpu h100 --budget calibrations/mine/schedule.json --pages 16 32 64 128
+  sparse-rl calibrate cost --shape qwen3-1.7b --kv rkv:1024 --rows 16 --measure --contexts 8192 16384 32768
+"""
+ANCHOR = 128  # tokens of the context at which the fixed cost is measured
+
+
+def run(arguments: list[str]) -> None:
+    settings = parse(_parser(), arguments)
+    from sparse_rl.calibrate.cost import Reading
+    from sparse_rl.evaluate.plan import parse_cache
+    from sparse_rl.kv.schedule import load
+
+    _check(settings)
+    policy = parse_cache(settings.kv) if settings.kv else None
+    reading = (
+        Reading(schedule=load(_budget(settings.budget)), page=settings.page)
+        if policy is None
+        else Reading.of(policy, settings.page)
+    )
+    model = shape_model(settings.shape, 2)
+    if settings.measure:
+        assert policy is not None
+        results = _measure(settings, policy, reading)
+    else:
+        results = _predict(settings, model, reading, _machine(settings))
+    print(json.dumps(results, indent=1) if settings.json else "\n".join(lines(results)))
+
+
+def _parser() -> ArgumentParser:
+    parser = make_parser("calibrate cost", DESCRIPTION)
+    parser.add_argument("--shape", type=str, default="qwen3-1.7b", help="a published model's shape")
+    parser.add_argument("--gpu", type=str, default="h200", help="a GPU by name: h200, h100, a100-80, 4090, ...")
+    parser.add_argument("--bandwidth", type=float | None, default=None, help="bytes a second, instead of the GPU's")
+    parser.add_argument("--flops", type=float | None, default=None, help="operations a second, instead of the GPU's")
+    parser.add_argument("--fixed-ms", type=float, default=0.0, help="fixed cost of a step, as --measure finds it")
+    parser.add_argument("--budget", type=str, default="sparrow/qwen3-1.7b-0.86", help="a schedule, or a number")
+    parser.add_argument("--kv", type=str | None, default=None, help="a policy with its budget instead: rkv:1024, ...")
+    parser.add_argument("--page", type=int, default=16, help="entries a page that is chosen or not")
+    parser.add_argument("--pages", nargs="+", type=int, default=[], help="page sizes to compare")
+    parser.add_argument("--rows", type=int, default=16, help="sequences decoded together")
+    parser.add_argument("--n", type=int, default=8, help="samples of a prompt, which share its entries in eFLOPs")
+    parser.add_argument("--prompt", type=int, default=200, help="tokens of a prompt")
+    parser.add_argument("--output", type=int, default=37000, help="tokens of an output")
+    parser.add_argument(
+        "--contexts", nargs="+", type=int, default=[8192, 16384, 32768], help="contexts a step is shown or measured at"
+    )
+    parser.add_argument("--measure", action="store_true", help="time steps on this machine; needs --kv")
+    parser.add_argument("--device", type=str | None, default=None, help="to measure on; a GPU where there is one")
+    parser.add_argument("--dtype", type=str | None, default=None, help="to measure in; bfloat16 on a GPU")
+    parser.add_argument("--json", action="store_true", help="print the numbers as JSON")
+    return parser
+
+
+def _check(settings: Namespace) -> None:
+    for name in ("rows", "n", "prompt", "output", "page"):
+        if settings[name] < 1:
+            raise ValueError(f"--{name} is {settings[name]}; it must be at least 1.")
+    for name in ("pages", "contexts"):
+        settings[name] = settings[name] if isinstance(settings[name], list) else [settings[name]]
+        if any(each < 1 for each in settings[name]):
+            raise ValueError(f"--{name} has {min(settings[name])} among them; they must be at least 1.")
+    for name in ("bandwidth", "flops"):
+        if settings[name] is not None and settings[name] <= 0:
+            raise ValueError(f"--{name} is {settings[name]}; it must be above 0.")
+    if settings.fixed_ms < 0:
+        raise ValueError(f"--fixed-ms is {settings.fixed_ms}; it must be at least 0.")
+    if settings.measure and settings.kv is None:
+        raise ValueError("--measure runs a policy, and --kv names none; give one, such as --kv rkv:1024.")
+
+
+def _budget(text: str) -> int | str:
+    return int(text) if text.isdigit() else text
+
+
+def shape_model(name: str, itemsize: int) -> Model:
+    """What of a published shape costs time; nothing is allocated."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from sparse_rl.bench.roofline import linear_parameters
+    from sparse_rl.calibrate.cost import Model
+    from sparse_rl.model.shapes import shape_config
+
+    config: Any = shape_config(name)
+    with torch.device("meta"):
+        module = AutoModelForCausalLM.from_config(config)
+    return Model(
+        name=name,
+        parameters=sum(parameter.numel() for parameter in module.parameters()),
+        weights=linear_parameters(module),
+        layers=config.num_hidden_layers,
+        heads=config.num_attention_heads,
+        kv_heads=config.num_key_value_heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        vocabulary=config.vocab_size,
+        itemsize=itemsize,
+    )
+
+
+def _machine(settings: Namespace) -> Machine:
+    from sparse_rl.calibrate.cost import Machine, gpu
+
+    both = settings.bandwidth is not None and settings.flops is not None
+    known = Machine(name="a device", bandwidth=1.0, flops=1.0) if both else gpu(settings.gpu)
+    return replace(
+        known,
+        bandwidth=settings.bandwidth or known.bandwidth,
+        flops=settings.flops or known.flops,
+        fixed_s=settings.fixed_ms / 1e3,
+    )
+
+
+def _predict(settings: Namespace, model: Model, reading: Reading, machine: Machine) -> dict[str, Any]:
+    import numpy as np
+
+    from sparse_rl.calibrate.cost import by_page, dense_eflops, sparse_eflops, speed_up, step_s
+
+    counted = {"n": settings.n, "prompt": settings.prompt, "output": settings.output}
+    timed = {"rows": settings.rows, "prompt": settings.prompt, "output": settings.output}
+    dense = dense_eflops(model, **counted)
+    alone = replace(reading, dense_layers=0)
+    contexts = np.array(settings.contexts)
+    pairs = zip(
+        step_s(model, machine, contexts, rows=settings.rows),
+        step_s(model, machine, contexts, rows=settings.rows, reading=reading),
+        strict=True,
+    )
+    return {
+        "shape": model.name,
+        "machine": asdict(machine),
+        "reading": asdict(reading),
+        "work": {**timed, "n": settings.n},
+        "eflops": {
+            "printed": dense / sparse_eflops(model, alone, **counted, printed=True),
+            "corrected": dense / sparse_eflops(model, alone, **counted),
+            "with dense layers": dense / sparse_eflops(model, reading, **counted),
+        },
+        "steps": [
+            {"context": context, "dense_ms": 1e3 * a, "sparse_ms": 1e3 * b, "ratio": a / b}
+            for context, (a, b) in zip(settings.contexts, pairs, strict=True)
+        ],
+        "speed_up": speed_up(model, machine, reading, **timed),
+        "pages": by_page(model, machine, reading, settings.pages, **timed),
+    }
+
+
+def _measure(settings: Namespace, policy: KVPolicy, reading: Reading) -> dict[str, Any]:
+    """Steps of this machine beside what the model says of them."""
+    import numpy as np
+    import torch
+
+    from sparse_rl.bench import BenchConfig
+    from sparse_rl.bench.roofline import device_limits
+    from sparse_rl.bench.steps import device_speed, time_step
+    from sparse_rl.calibrate.cost import Machine, step_s
+    from sparse_rl.cli.bench import decided
+    from sparse_rl.kv import Full
+    from sparse_rl.model.load import check_device
+    from sparse_rl.report.progress import ProgressLine
+    from sparse_rl.rollout import EngineConfig
+    from sparse_rl.runfolder import command, hardware, provenance
+
+    quiet_bars()
+    config = decided(
+        BenchConfig(shape=settings.shape, device=settings.device, dtype=settings.dtype, rows=settings.rows)
+    )
+    check_device(str(config.device))
+    dtype, device = model_dtype(config.dtype), torch.device(str(config.device))
+    assert dtype is not None
+    model = shape_model(settings.shape, dtype.itemsize)
+    selects = hasattr(policy, "landmarks")  # chooses pages of the engine's own
+    engine = EngineConfig(page_size=settings.page) if selects else EngineConfig()
+    known = device_limits(hardware(device), dtype)
+    measured = device_speed(device, dtype) if None in known else known
+    bandwidth, flops = settings.bandwidth or measured[0], settings.flops or measured[1]
+    assert bandwidth is not None and flops is not None
+    machine = Machine(name=hardware(device), bandwidth=bandwidth, flops=flops)
+    with ProgressLine() as line:
+
+        def timed(kv: KVPolicy, context: int) -> tuple[float, np.ndarray]:
+            line.print(f"sparse-rl: {kv.name} at {context:,} tokens")
+            seconds, mean = time_step(config, kv, engine, dtype, context, say=lambda _: None, show=line.show)
+            return seconds, np.array([round(mean)])
+
+        anchor_s, at = timed(Full(), min(ANCHOR, *settings.contexts))
+        machine = replace(machine, fixed_s=max(0.0, anchor_s - float(step_s(model, machine, at, rows=config.rows)[0])))
+        steps = []
+        for context in settings.contexts:
+            (dense_s, dense_at), (sparse_s, sparse_at) = timed(Full(), context), timed(policy, context)
+            predicted = [
+                float(step_s(model, machine, at, rows=config.rows, reading=how)[0])
+                for at, how in ((dense_at, None), (sparse_at, reading))
+            ]
+            ratio, expected = dense_s / sparse_s, predicted[0] / predicted[1]
+            steps.append(
+                {
+                    "context": context,
+                    "dense_ms": 1e3 * dense_s,
+                    "sparse_ms": 1e3 * sparse_s,
+                    "ratio": ratio,
+                    "predicted_dense_ms": 1e3 * predicted[0],
+                    "predicted_sparse_ms": 1e3 * predicted[1],
+                    "predicted_ratio": expected,
+                    "error": expected / ratio - 1.0,
+                }
+            )
+    return {
+        "command": command(),
+        **provenance(device),
+        "shape": model.name,
+        "kv": settings.kv,
+        "machine": asdict(machine),
+        "reading": asdict(reading),
+        "work": {"rows": config.rows, "dtype": config.dtype},
+        "steps": steps,
+    }
+
+
+def lines(results: dict[str, Any]) -> list[str]:
+    """Either kind of results for people."""
+    machine, work = results["machine"], results["work"]
+    found = [
+        f"{results['shape']} on {machine['name']}, {work['rows']} rows: {machine['bandwidth'] / 1e12:.3g} TB/s, "
+        f"{machine['flops'] / 1e12:.3g} TFLOP/s, fixed cost {1e3 * machine['fixed_s']:.2f} ms a step"
+    ]
+    for step in results["steps"]:
+        line = f"  step at {step['context']:>7,}: dense {step['dense_ms']:.2f} ms, sparse {step['sparse_ms']:.2f} ms"
+        line += f", {step['ratio']:.2f} x"
+        if "predicted_ratio" in step:
+            line += (
+                f"; predicted {step['predicted_dense_ms']:.2f} and {step['predicted_sparse_ms']:.2f} ms, "
+                f"{step['predicted_ratio']:.2f} x ({100 * step['error']:+.0f} %)"
+            )
+        found.append(line)
+    if "speed_up" in results:
+        found.append(f"whole outputs, {work['prompt']:,} + {work['output']:,} tokens: {results['speed_up']:.2f} x")
+        eflops = ", ".join(f"{ratio:.2f} x {name}" for name, ratio in results["eflops"].items())
+        found.append(f"eFLOPs, {work['n']} samples a prompt: {eflops}")
+        for page, ratio in results["pages"].items():
+            found.append(f"  pages of {page:>4}: {ratio:.2f} x")
+    return found

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A low-rank adapter of the sampler alone: W x becomes W x + (alpha / r) B A x while it is on, and only then.
+
+It is no part of the module: outside of `on` the module has neither its parameters nor its arithmetic, so what is
+scored, learnt, saved or exported knows nothing of it. Adapters that are trained as the policy (lora.py) are another
+matter: they stay as they are, on or off, beneath this one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from torch.nn.functional import linear
+from transformers import PreTrainedModel
+
+from sparse_rl.model.lora import ADAPTER
+
+
+class LowRank(nn.Module):
+    def __init__(self, part: nn.Linear, r: int, alpha: float, generator: torch.Generator) -> None:
+        super().__init__()
+        weight, bound = part.weight, part.in_features**-0.5  # as peft draws A
+        a = torch.empty(r, part.in_features).uniform_(-bound, bound, generator=generator)
+        self.a = nn.Parameter(a.to(weight.device, weight.dtype))
+        self.b = nn.Parameter(torch.zeros(part.out_features, r, device=weight.device, dtype=weight.dtype))
+        self.scale = alpha / r
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return linear(linear(x, self.a), self.b) * self.scale
+
+
+class Adapted(nn.Module):
+    """A projection with the adapter on it."""
+
+    def __init__(self, base: nn.Module, low_rank: LowRank) -> None:
+        super().__init__()
+        self.base, self.low_rank = base, low_rank
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.base(x) + self.low_rank(x)
+        return out
+
+
+class SamplerAdapter(nn.Module):
+    """One pair of matrices for every linear layer of a model but its head. Same seed, same adapter."""
+
+    def __init__(self, model: PreTrainedModel, r: int, alpha: float, seed: int) -> None:
+        super().__init__()
+        generator, head = torch.Generator().manual_seed(seed), model.get_output_embeddings()
+        self.names = [name for name, part in model.named_modules() if type(part) is nn.Linear and part is not head]
+        self.r, self.alpha = r, alpha
+        self.pairs = nn.ModuleList(LowRank(model.get_submodule(n), r, alpha, generator) for n in self.names)  # type: ignore[arg-type]
+
+    @contextmanager
+    def on(self, model: PreTrainedModel) -> Iterator[None]:
+        """Let the projections of the model have the adapter for as long as this lasts."""
+        places = [(model.get_submodule(path.rpartition(".")[0]), path.rpartition(".")[2]) for path in self.names]
+        bases = [getattr(owner, name) for owner, name in places]
+        try:
+            for (owner, name), base, pair in zip(places, bases, self.pairs, strict=True):
+                owner._modules[name] = Adapted(base, pair)  # type: ignore[arg-type]
+            yield
+        finally:
+            for (owner, name), base in zip(places, bases, strict=True):
+                owner._modules[name] = base
+
+    def save(self, folder: Path, base: Path) -> None:
+        """Write it in peft's layout, as an adapter of the model in `base`."""
+        folder.mkdir()
+        weights = {}
+        for name, pair in zip(self.names, self.pairs, strict=True):
+            for key, parameter in zip("AB", pair.parameters(), strict=True):
+                weights[f"base_model.model.{name}.lora_{key}.weight"] = parameter.detach().contiguous()
+        save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+        settings = {
+            "peft_type": "LORA",
+            "base_model_name_or_path": str(base.resolve()),
+            "r": self.r,
+            "lora_alpha": self.alpha,
+            "target_modules": self.names,
+            "inference_mode": True,
+        }
+        (folder / ADAPTER).write_text(json.dumps(settings, indent=1) + "\n")
+
+
+@contextmanager
+def frozen(model: PreTrainedModel) -> Iterator[None]:
+    """No gradient goes to the model's own parameters for as long as this lasts."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    try:
+        for parameter in trained:
+            parameter.requires_grad_(False)
+        yield
+    finally:
+        for parameter in trained:
+            parameter.requires_grad_(True)

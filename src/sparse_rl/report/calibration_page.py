@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A calibration as files people look at: report.html, which needs nothing but itself, and report.png."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+from sparse_rl.kv.schedule import Schedule
+from sparse_rl.report.calibration_plots import Results, asked, draw, tails
+from sparse_rl.report.page import Html, document, markup, table
+from sparse_rl.runfolder import write_whole
+
+ABOUT = """How near a sampler with a sparse KV cache is to its dense model, by budget and context length. Overlap is
+sum_v min(p_dense, p_sparse) of the next-token distributions: 1 is as dense. top20 sums over tokens that are among the
+best 20 of both sides, as Sparrow does; lower sums over the sampler's best ids and is exact up to 4096 of them. A
+decision token is one whose dense entropy is above the threshold. Intervals are 95 %, from resampled rollouts. Hazard is
+rejections a token, were a rollout rejected at its first token with xi < 1e-4; of L tokens, 1 - exp(-hazard L) are."""
+NONE = "–"
+
+
+def write_calibration(results: Results, folder: Path) -> None:
+    write_whole(folder / "report.html", page(results))
+    try:
+        picture = draw(results, svg=False)
+    except ValueError:  # no matplotlib: the page says so
+        return
+    (folder / "report.png").write_bytes(picture)
+
+
+def page(results: Results) -> str:
+    notes = [f'<p class="note">{markup(note)}</p>' for note in results["notes"]]
+    try:
+        picture = Html(draw(results, svg=True).decode())
+    except ValueError as error:
+        picture = Html(f"<p><small>{markup(str(error))}</small></p>")
+    parts = [
+        *notes,
+        "<h2>The schedule</h2>",
+        table(*schedule_table(results), "summary"),
+        f"<h2>Curves</h2>\n{picture}",
+        f"<h2>{markup(asked(results))}</h2>",
+        table(*tail_table(results), "summary"),
+        "<h2>Budgets</h2>",
+        table(*budget_table(results), "summary"),
+        f"<h2>Beta fits, contexts {results['bins'][-1][0]}-{results['bins'][-1][1]}</h2>",
+        table(*beta_table(results), "summary"),
+        _settings(results),
+    ]
+    title = f"Calibration of {results['kv']['policy']} for {results.get('model', 'a model')}"
+    return document(title, ABOUT, "\n".join(parts))
+
+
+def summary_lines(results: Results) -> list[str]:
+    """The schedule for the terminal."""
+    head, rows = schedule_table(results)
+    lines = [f"{asked(results)}, target {results['settings']['target']}"]
+    widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
+    for row in [head, *rows]:
+        lines.append("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
+    return lines
+
+
+def schedule_table(results: Results) -> tuple[list[str], list[list[str]]]:
+    found, budgets = results["schedule"], results["budgets"]
+    schedule = Schedule(tuple(found["starts"]), tuple(found["budgets"]))
+    by_budget = {run["budget"]: tails(run, results) for run in results["runs"]}
+    floor = tails(results["floor"], results)
+    verified = tails(results["verified"], results) if "verified" in results else None
+    head = ["context", "budget", "target", "alone", "next cheaper", "as run", "dense"]
+    rows = []
+    for i, (start, end) in enumerate(results["bins"]):
+        budget = schedule.at(start)
+        place = budgets.index(budget)
+        cheaper = by_budget[budgets[place - 1]][i] if place else math.nan
+        numbers = (
+            results["targets"][i],
+            by_budget[budget][i],
+            cheaper,
+            verified[i] if verified else math.nan,
+            floor[i],
+        )
+        rows.append([f"{start}-{end}", str(budget), *(_shown(number) for number in numbers)])
+    return head, rows
+
+
+def tail_table(results: Results) -> tuple[list[str], list[list[str]]]:
+    """A row a budget, a column a bin, each with its interval."""
+    settings = results["settings"]
+    key = f"{settings['tail']}_interval"
+    rows = []
+    for name, run in [*((str(run["budget"]), run) for run in results["runs"]), ("dense", results["floor"])]:
+        groups = [each[settings["overlap"]][settings["tokens"]] for each in run["bins"]]
+        cells = []
+        for group, tail in zip(groups, tails(run, results), strict=True):
+            span = f" ({group[key][0]:.3f}-{group[key][1]:.3f})" if group is not None and key in group else ""
+            cells.append(_shown(tail) + span)
+        rows.append([name, *cells])
+    return ["budget", *(f"{start}-{end}" for start, end in results["bins"])], rows
+
+
+def budget_table(results: Results) -> tuple[list[str], list[list[str]]]:
+    head = ["budget", "rollouts", "mean length", "would be rejected", "hazard a token", "KV saved", "KV read"]
+    rows = []
+    named = [*((str(run["budget"]), run) for run in results["runs"]), ("dense", results["floor"])]
+    named += [("schedule", results["verified"])] if "verified" in results else []
+    for name, run in named:
+        shares = (f"{100 * run[key]:.1f} %" for key in ("kv_saved_frac", "kv_read_frac"))
+        rejected = f"{100 * run['rejected_frac']:.1f} %"
+        rows.append(
+            [name, str(run["rollouts"]), f"{run['mean_length']:.0f}", rejected, f"{run['hazard']:.2g}", *shares]
+        )
+    return head, rows
+
+
+def beta_table(results: Results) -> tuple[list[str], list[list[str]]]:
+    settings = results["settings"]
+    head = ["budget", "a", "b", "perfect (> 0.999)", "KS", "P05 of the fit", "P05", "P01", "mean"]
+    rows = []
+    for run in results["runs"]:
+        group = run["bins"][-1][settings["overlap"]][settings["tokens"]]
+        if group is None:
+            rows.append([str(run["budget"]), *[NONE] * (len(head) - 1)])
+            continue
+        beta, few = group["beta"], group["perfect"] > 0.95
+        fitted = "> 0.999" if few else NONE if beta is None else f"{beta['p05']:.3f}"
+        parameters = [NONE] * 2 if beta is None else [f"{beta['a']:.2f}", f"{beta['b']:.2f}"]
+        ks = NONE if beta is None else f"{beta['ks']:.3f}"
+        measured = [_shown(group[name]) for name in ("p05", "p01", "mean")]
+        rows.append([str(run["budget"]), *parameters, f"{100 * group['perfect']:.1f} %", ks, fitted, *measured])
+    return head, rows
+
+
+def _settings(results: Results) -> Html:
+    rows = [(name, json.dumps(value)) for name, value in {**results["sampled"], **results["settings"]}.items()]
+    made = f"{results['hardware']}, commit {results['commit']}, {json.dumps(results['versions'])}, {results['started']}"
+    return Html(
+        f"<h2>Where it comes from</h2>\n<p><code>{markup(results['command'])}</code><br>{markup(made)}</p>\n"
+        f"<details><summary>All settings</summary>\n{table(('setting', 'value'), rows)}\n</details>"
+    )
+
+
+def _shown(value: float) -> str:
+    return NONE if math.isnan(value) else f"{value:.3f}"

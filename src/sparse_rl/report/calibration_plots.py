@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The curves of a calibration as one picture: imperfect tokens, tails by context and by budget, schedules.
+
+The panels are those of Sparrow's figures 1(b), 2(b), 3 and 4, on one's own model.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from sparse_rl.calibrate.beta import PERFECT, density
+from sparse_rl.kv.schedule import Schedule
+from sparse_rl.report.plots import COLOURS, INK, MARKERS, plot_style
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+Results = dict[str, Any]
+SHOWN = 6  # budgets or bins drawn in one panel
+
+
+def draw(results: Results, *, svg: bool) -> bytes:
+    """The picture, as an element of a page or as a PNG that stands alone."""
+    file = io.BytesIO()
+    with plot_style():
+        nameless = dict.fromkeys(("Creator", "Date", "Format", "Type")) if svg else {"Software": None}
+        kind = "svg" if svg else "png"
+        _figure(results).savefig(file, format=kind, dpi=160, transparent=svg, metadata=nameless)
+    if not svg:
+        return file.getvalue()
+    text = file.getvalue().decode()
+    text = text[text.index("<svg") :].replace(INK, "currentColor")
+    return text.replace("<svg", '<svg role="img" aria-label="Overlap by budget and context length"', 1).encode()
+
+
+def _figure(results: Results) -> Figure:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(13.5, 7.4), layout="constrained")
+    panels: list[Callable[[Axes, Results], None]] = [
+        _imperfect, _by_context, _by_budget, _held, _schedules, _vetoed
+    ]  # fmt: skip
+    for axes, panel in zip(figure.subplots(2, 3).flat, panels, strict=True):
+        panel(axes, results)
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(fontsize=8)
+    return figure
+
+
+def tails(run: Results, results: Results) -> list[float]:
+    """What the schedule was chosen by, bin by bin; nan where there is none."""
+    settings = results["settings"]
+    groups = [each[settings["overlap"]][settings["tokens"]] for each in run["bins"]]
+    return [math.nan if group is None else group[settings["tail"]] for group in groups]
+
+
+def asked(results: Results) -> str:
+    settings = results["settings"]
+    over = "" if settings["tokens"] == "all" else ", decision tokens"
+    return f"{settings['tail']} of {settings['overlap']} overlap{over}"
+
+
+def _some(items: list[Any], most: int = SHOWN) -> list[Any]:
+    """At most so many, spread over all of them."""
+    if len(items) <= most:
+        return items
+    return [items[i] for i in np.linspace(0, len(items) - 1, most).round().astype(int)]
+
+
+def _middles(results: Results) -> list[float]:
+    return [(start + end) / 2 for start, end in results["bins"]]
+
+
+def _imperfect(axes: Axes, results: Results) -> None:
+    """Figure 1(b)."""
+    settings = results["settings"]
+    place = len(results["bins"]) - 1
+    found = []
+    for run in results["runs"]:
+        group = run["bins"][place][settings["overlap"]][settings["tokens"]]
+        if group is not None and group["beta"] is not None and sum(group["histogram"]):
+            found.append((run["budget"], group))
+    x = np.linspace(0.005, 0.995, 200)
+    for (budget, group), colour in zip(_some(found, 3), COLOURS, strict=False):
+        beta, bars = group["beta"], np.array(group["histogram"])
+        edges = np.linspace(0.0, PERFECT, len(bars) + 1)
+        axes.stairs(bars / bars.sum() / np.diff(edges), edges, color=colour, fill=True, alpha=0.25)
+        label = f"{budget}: Beta({beta['a']:.2f}, {beta['b']:.2f}), KS {beta['ks']:.3f}, {beta['perfect']:.0%} perfect"
+        axes.plot(PERFECT * x, density(x, beta["a"], beta["b"]) / PERFECT, color=colour, label=label)
+    start, end = results["bins"][place]
+    axes.set_title(f"Imperfect tokens, contexts {start}-{end}")
+    axes.set_xlabel("overlap")
+    axes.set_yscale("log")
+    axes.set_ylim(1e-3, 1e2)
+
+
+def _by_context(axes: Axes, results: Results) -> None:
+    """Figures 2(b) and 4(a)."""
+    x, floor = _middles(results), tails(results["floor"], results)
+    apart = [run for run in results["runs"] if np.nanmax(np.subtract(floor, tails(run, results)), initial=0.0) > 0.01]
+    for run, colour in zip(_some(apart or results["runs"]), COLOURS, strict=False):
+        axes.plot(x, tails(run, results), color=colour, marker="o", label=f"{run['budget']}")
+    axes.plot(x, floor, color=INK, ls="--", marker="s", label="dense")
+    axes.plot(x, results["targets"], color=INK, ls=":", label="target")
+    axes.set_title(f"{asked(results)}, by context")
+    axes.set_xlabel("context, tokens")
+
+
+def _by_budget(axes: Axes, results: Results) -> None:
+    """A line a bin, with 95 % intervals."""
+    settings, budgets = results["settings"], results["budgets"]
+    for place, colour in zip(_some(list(range(len(results["bins"])))), COLOURS, strict=False):
+        groups = [run["bins"][place][settings["overlap"]][settings["tokens"]] for run in results["runs"]]
+        values = [math.nan if group is None else group[settings["tail"]] for group in groups]
+        start, end = results["bins"][place]
+        axes.plot(budgets, values, color=colour, marker="o", label=f"{start}-{end}")
+        spans = [(group or {}).get(f"{settings['tail']}_interval", (math.nan, math.nan)) for group in groups]
+        lows, highs = zip(*spans, strict=True)
+        axes.fill_between(budgets, lows, highs, color=colour, alpha=0.15, lw=0)
+    axes.axhline(settings["target"], color=INK, ls=":")
+    axes.set_title(f"{asked(results)}, by budget")
+    axes.set_xlabel("budget, entries")
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+
+
+def _held(axes: Axes, results: Results) -> None:
+    """Figure 3: what schedules of several targets hold, each bin's budget measured by itself; ours as it was run."""
+    x, by_budget = _middles(results), {run["budget"]: tails(run, results) for run in results["runs"]}
+    for (target, found), colour in zip(results["studied"].items(), COLOURS, strict=False):
+        schedule = Schedule(tuple(found["starts"]), tuple(found["budgets"]))
+        held = [by_budget[schedule.at(start)][i] for i, (start, _) in enumerate(results["bins"])]
+        axes.plot(x, held, color=colour, marker="o", label=f"target {target}")
+    if "verified" in results:
+        axes.plot(x, tails(results["verified"], results), color=INK, marker="s", label="this schedule, as run")
+    axes.plot(x, tails(results["floor"], results), color=INK, ls="--", label="dense")
+    axes.set_title("What schedules hold")
+    axes.set_xlabel("context, tokens")
+
+
+def _schedules(axes: Axes, results: Results) -> None:
+    """Figure 3's budgets."""
+    end = results["bins"][-1][1]
+    drawn = [(f"target {target}", found, 1.5) for target, found in results["studied"].items()]
+    drawn.append(("this schedule", results["schedule"], 2.5))
+    for (label, found, width), colour in zip(drawn, [*COLOURS[: len(drawn) - 1], INK], strict=True):
+        budgets = [*found["budgets"], found["budgets"][-1]]
+        axes.plot([*found["starts"], end], budgets, drawstyle="steps-post", label=label, color=colour, lw=width)
+    axes.plot([0, end], [0, end], color=INK, ls=":", lw=1, label="dense")
+    axes.set_ylim(0, 1.1 * max(max(found["budgets"]) for _, found, _ in drawn))
+    axes.set_title("Budget by context, entries")
+    axes.set_xlabel("context, tokens")
+
+
+def _vetoed(axes: Axes, results: Results) -> None:
+    runs, budgets = results["runs"], results["budgets"]
+    names = {"rejected_frac": "would be rejected", "kv_saved_frac": "KV saved"}
+    if any(run["kv_read_frac"] < 0.999 - run["kv_saved_frac"] for run in runs):
+        names["kv_read_frac"] = "KV read"
+    for (key, label), colour, marker in zip(names.items(), COLOURS, MARKERS, strict=False):
+        axes.plot(budgets, [100 * run[key] for run in runs], color=colour, marker=marker, label=f"{label}, %")
+    axes.set_title("Rollouts with any xi < 1e-4; KV saved")
+    axes.set_xlabel("budget, entries")
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
