@@ -69,6 +69,11 @@ class KVPolicy:
         """Entries of a page where the engine's settings do not say: small pages where they are chosen among."""
         return 16 if self.selection else 64
 
+    def check_page_size(self, page_size: int) -> None:
+        """Raise unless there is something to choose among pages of this size, where they are chosen among."""
+        if self.selection is not None:
+            self.selection.check_reserved(page_size, inside=self.selection is not self)
+
     @property
     def bound(self) -> int | None:
         """No decoding sequence comes to hold more entries, whatever its length; None if there is no such number."""

@@ -59,7 +59,7 @@ class SelectPolicy(KVPolicy, ABC):
         """The budget by context length."""
         return load(self.budget)
 
-    def check_page_size(self, page_size: int, *, inside: bool) -> None:
+    def check_reserved(self, page_size: int, *, inside: bool) -> None:
         """Raise unless the smallest budget holds the pages that are always read; `inside` an evicting policy or not."""
         reserved, least = (self.first + self.last) * page_size, min(self.schedule.budgets)
         if least < reserved:

@@ -50,8 +50,7 @@ class SparseCache(Cache):
             raise ValueError(f"{', '.join(settings)} beside a policy object; set them on the policy instead.")
         if not isinstance(policy, KVPolicy):
             raise ValueError(f"policy is {policy!r}; give a policy's name, or a policy like Streaming(budget=64).")
-        if policy.selection is not None:
-            policy.selection.check_page_size(PAGE_SIZE, inside=policy.selection is not policy)
+        policy.check_page_size(PAGE_SIZE)
         self.policy = policy
         self.make_step = decode_step(policy.selection)
         self.reset()

@@ -260,7 +260,7 @@ def _pool(size: ModelSize, run: Run, pages: int, stays: bool) -> Footprint:
 def _rows_state(size: ModelSize, run: Run) -> list[Footprint]:
     """Query rings, page tables, and tokens on their way to the host: made by the engine's own code, without memory."""
     longest = entries_reached(run.kv, _longest(size, run))
-    entries = run.kv.bound or 1 << (longest - 1).bit_length()
+    entries = min(run.kv.bound or 1 << (longest - 1).bit_length(), size.context)
     return [
         Footprint(
             name="rows",

@@ -90,8 +90,7 @@ class Engine:
         self.kv = kv or Full()
         self.config = config or EngineConfig()
         self.page_size = self.config.page_size or self.kv.page_size
-        if self.kv.selection is not None:
-            self.kv.selection.check_page_size(self.page_size, inside=self.kv.selection is not self.kv)
+        self.kv.check_page_size(self.page_size)
         self.cache: PagedCache | None = None
         self.decoders: dict[tuple[object, ...], Decoder] = {}  # by `baked`
         self.stats: EngineStats | None = None
@@ -209,8 +208,7 @@ class Engine:
     def use(self, kv: KVPolicy) -> None:
         """From the next call on, the same policy with another budget; what was captured is kept where it still fits."""
         self._check_idle()
-        if kv.selection is not None:
-            kv.selection.check_page_size(self.page_size)
+        kv.check_page_size(self.page_size)
         assert type(kv) is type(self.kv), f"{kv.name} in an engine of {self.kv.name}"
         if kv.selection != self.kv.selection:
             self.decoders.clear()  # their graphs read as many entries as the budget says
@@ -307,7 +305,7 @@ class Engine:
     def _max_entries(self, sequences: list[Sequence]) -> int:
         """A row ever holds, with room for later calls, so that their graphs are these."""
         longest = max(entries_reached(self.kv, sequence) for sequence in sequences)
-        return self.kv.bound or 1 << (longest - 1).bit_length()
+        return min(self.kv.bound or 1 << (longest - 1).bit_length(), self.context)
 
     def _check_fits(self, num_pages: int, sequences: list[Sequence]) -> None:
         worst = max(sequences, key=self._pages_needed)
