@@ -365,6 +365,7 @@ BAD_FILES = {
     "not YAML": ("trainer: [\n", "is not YAML"),
     "a section is null": ("trainer:\n", "must be a table"),
     "a section is a number": ("kv: 3\n", "must be a table"),
+    "a section beside auto is a number": ("kv: {policy: rkv, budget: auto}\ncontrol: 3\n", "must be a table"),
     "a value is null": ("trainer: {steps: null}\n", "trainer.steps is null"),
     "a task that is null": ("task: null\n", "task is null"),
     "top_p": ("sampling: {n: 8, top_p: 0.5}\n", "whole distribution"),

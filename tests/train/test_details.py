@@ -221,7 +221,9 @@ def test_a_rejected_record_by_hand(loaded, place, held):
         sampler_logprobs=sampler,
         kv=SimpleNamespace(held=(5, 6, 7)),
     )
-    updated = Updated(metrics={}, dense_logprobs=(dense,), accepted=torch.tensor([False]))
+    updated = Updated(
+        metrics={}, dense_logprobs=(dense,), overlap=(), row_weights=torch.ones(1), accepted=torch.tensor([False])
+    )
     (record,) = rejected_records([rollout], updated, loaded.tokenizer, 5)
     assert record["entries_held"] == held and record["index"] == place
     assert record["before"] + record["token"] + record["after"] == "abcdefg"

@@ -55,7 +55,8 @@ def read(arguments: list[str], parser: ArgumentParser) -> tuple[Namespace, Any, 
             raise ValueError(f"{key} is null; give it a value or leave it out.")
     model_dtype(settings.dtype)  # or it is unknown
     task = build_task(settings["task"])
-    if settings.kv.budget == "auto":
+    if getattr(settings.kv, "budget", None) == "auto":
+        build_section(ControlConfig, "control", settings["control"])  # or it is no table
         settings.kv.budget, settings.control.auto = None, True  # from the policy's own default
     if settings.unsafe_code:
         settings.grading.unsafe_code = True
