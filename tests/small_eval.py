@@ -12,6 +12,8 @@ import warnings
 import zlib
 from pathlib import Path
 
+import torch
+
 from sparse_rl.evaluate import Evaluation, evaluate_benchmarks
 from sparse_rl.grading import Failed
 from sparse_rl.rollout import EngineConfig
@@ -110,6 +112,7 @@ def in_child(work) -> int:
         child = os.fork()
     if child == 0:
         try:
+            torch.set_num_threads(1)  # makes the thread pool anew, before several threads at once would
             work()
         except BaseException as error:
             print(f"{type(error).__name__}: {error}", flush=True)

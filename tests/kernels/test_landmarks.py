@@ -91,7 +91,7 @@ def test_scores_equal_loops(landmarks, group):
     pages = torch.randperm(12).reshape(2, 6)
     q = torch.randn(2, 2 * group, 8, dtype=torch.float64)
     write_landmarks_ref(pool.k_PKSD, pool.landmarks_PKCD, pages.flatten(), torch.full((12,), 4))
-    scores = score_pages_ref(q, pool, pages)
+    scores = score_pages_ref(q, pool, pages) / group
     for b in range(2):
         for head in range(2):
             for n in range(6):

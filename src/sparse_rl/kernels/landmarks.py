@@ -2,7 +2,7 @@
 """What stands for a page of keys, and the pages a query reads.
 
     landmarks of a page     mean of its keys (C = 1), or their elementwise minimum and maximum (C = 2)
-    score of a page         mean over the query heads of a KV head's group of
+    score of a page         sum over the query heads of a KV head's group (which chooses as their mean does) of
                                 q . mean                            C = 1
                                 sum_d max(q_d min_d, q_d max_d)     C = 2, a bound on every q . k of the page
     pages of a row          its `first` first and `last` last ones, and of the others those with the highest scores
@@ -128,7 +128,10 @@ def score_pages_ref(q_BHD: torch.Tensor, pool: LayerPool, pages_BN: torch.Tensor
 
 
 def query_parts_ref(q_BHD: torch.Tensor, num_kv_heads: int, num_landmarks: int, dtype: torch.dtype) -> torch.Tensor:
-    """What a page's landmarks are multiplied with for its score, B K C D: the mean over a group's query heads."""
+    """What a page's landmarks are multiplied with for its score, B K C D: the sum over a group's query heads.
+
+    It chooses what their mean would choose, and is exact where the queries are.
+    """
     q_BKGD = q_BHD.unflatten(1, (num_kv_heads, -1)).to(dtype)
     parts = [q_BKGD] if num_landmarks == 1 else [q_BKGD.clamp(max=0.0), q_BKGD.clamp(min=0.0)]
-    return torch.stack(parts, dim=3).mean(2)
+    return torch.stack(parts, dim=3).sum(2)

@@ -172,7 +172,7 @@ def _score_pages(  # type: ignore[no-untyped-def]
         if LANDMARKS == 2:
             score += tl.load(landmarks + tile + DIM, mask=real, other=0.0).to(tl.float32) * high[None, :]
         target = scores + (row * NUM_KV_HEADS + head).to(tl.int64) * size + place
-        tl.store(target, tl.sum(score, axis=1) / GROUP, mask=place < num_pages)
+        tl.store(target, tl.sum(score, axis=1), mask=place < num_pages)
 
 
 @triton.jit(do_not_specialize=["first", "last"])  # type: ignore[untyped-decorator]
