@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 import time
@@ -77,12 +78,12 @@ def test_what_begins_when(evidence):
     everything = [needy, alone, first, second]
     missing = {cell.name for cell in everything}
     begin = pool._next
-    assert begin(everything, missing, [], [], {}, later) is alone
-    assert begin(everything, missing, [], [second], {}, later) is first
-    assert begin(everything, missing, [], [alone], {}, later) is None
-    assert begin([needy], {"needy"}, [], [second], {}, later) is needy
-    assert begin([needy], {"needy", "first"}, ["first"], [], {}, later) is None
-    assert begin([first], {"first"}, [], [], {pool._kind(first): 101.0}, later) is None  # it would not end by then
+    assert begin(everything, missing, [], {}, later) is alone
+    assert begin(everything, missing, [second], {}, later) is first
+    assert begin(everything, missing, [alone], {}, later) is None
+    assert begin([needy], {"needy"}, [second], {}, later) is needy
+    assert begin([needy], {"needy", "first"}, [], {}, later) is None
+    assert begin([first], {"first"}, [], {pool._kind(first): 101.0}, later) is None  # it would not end by then
 
 
 def test_results_are_lines_and_the_last_counts(evidence, tmp_path):
@@ -116,3 +117,24 @@ def test_a_cell_from_the_command_line(tmp_path):
     listed = subprocess.run([*command, "--list"], capture_output=True, text=True).stdout
     assert "done  trial-under-dense-s0" in listed
     assert "      trial-under-start" in listed
+
+
+def test_a_failing_process_is_replaced_and_its_cell_tried_once_more(evidence, tmp_path, capfd, monkeypatch):
+    """The first of two cells always fails; the second is done by another process."""
+    cells, pool = evidence
+    monkeypatch.setattr(pool, "_worker", failing_worker)
+    args = argparse.Namespace(minutes=1.0, jobs=1, device="cpu", models=tmp_path, results=tmp_path / "results")
+    made = [cells.Cell(name=name, part="a", work="train") for name in ("bad", "good")]
+    assert pool.run(made, args) == ["bad"]
+    assert list(cells.read_results(args.results, ("a",))) == ["good"]
+    said = capfd.readouterr().err.splitlines()
+    assert [line.split(":")[0] for line in said] == ["bad failed, once more later", "bad failed"]
+
+
+def failing_worker(connection, device, models):
+    """A process whose every cell fails after the first that did, as after a CUDA error."""
+    poisoned = False
+    while True:
+        cell = connection.recv()
+        poisoned |= cell.name == "bad"
+        connection.send({"error": "x"} if poisoned else {"cell": cell.name, "part": cell.part, "seconds": 1.0})

@@ -8,6 +8,7 @@ depends on. Results are JSON lines, one a cell; of two lines with one name the l
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -136,7 +137,11 @@ def read_results(folder: Path, parts: Iterable[str]) -> dict[str, dict[str, Any]
     for part in parts:
         path = folder / f"{part}.jsonl"
         for line in path.read_text().splitlines() if path.exists() else ():
-            record = json.loads(line)
+            try:
+                record = json.loads(line)
+            except ValueError:
+                print(f"{path}: a line that was cut off is left out", file=sys.stderr)
+                continue
             found[record["cell"]] = record
     return found
 
@@ -144,5 +149,7 @@ def read_results(folder: Path, parts: Iterable[str]) -> dict[str, dict[str, Any]
 def write_result(folder: Path, record: dict[str, Any]) -> None:
     """Append a line, so that a stop at any moment loses at most the cell at hand."""
     folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / f"{record['part']}.jsonl", "a") as file:
-        file.write(json.dumps(record, separators=(",", ":")) + "\n")
+    path = folder / f"{record['part']}.jsonl"
+    cut = path.exists() and not path.read_bytes().endswith(b"\n")
+    with open(path, "a") as file:
+        file.write("\n" * cut + json.dumps(record, separators=(",", ":")) + "\n")

@@ -74,7 +74,9 @@ def with_needs(names: list[str], known: dict[str, Cell], models: Path) -> list[s
 def run(cells: list[Cell], args: argparse.Namespace) -> list[str]:
     """Run all there is time for; the names of those that failed."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the processes end too
-    began, waiting, failed = time.monotonic(), list(cells), []
+    began, waiting = time.monotonic(), list(cells)
+    failed: list[Cell] = []
+    tried: set[str] = set()  # failed once, and tried again behind the others
     deadline = began + 60 * args.minutes
     missing = {cell.name for cell in cells}
     context = multiprocessing.get_context("spawn")
@@ -84,12 +86,12 @@ def run(cells: list[Cell], args: argparse.Namespace) -> list[str]:
     while True:
         for connection, (_, at_hand) in list(workers.items()):
             busy = [cell for _, cell in workers.values() if cell is not None]
-            if at_hand is None and (cell := _next(waiting, missing, failed, busy, longest, deadline)) is not None:
+            if at_hand is None and (cell := _next(waiting, missing, busy, longest, deadline)) is not None:
                 waiting.remove(cell)
                 workers[connection] = (workers[connection][0], cell)
                 connection.send(cell)
         busy = [cell for _, cell in workers.values() if cell is not None]
-        startable = _next(waiting, missing, failed, busy, longest, deadline) is not None
+        startable = _next(waiting, missing, busy, longest, deadline) is not None
         if startable and len(workers) < args.jobs:
             ours, theirs = context.Pipe()
             process = context.Process(target=_worker, args=(theirs, args.device, args.models), daemon=True)
@@ -105,13 +107,17 @@ def run(cells: list[Cell], args: argparse.Namespace) -> list[str]:
             assert cell is not None
             try:
                 record = ready.recv()
-                workers[ready] = (process, None)
             except (EOFError, OSError):  # the process is gone, with its cell
                 record = {"error": "the process died; was it out of memory?"}
-                del workers[ready]
+            workers[ready] = (process, None)
             if "error" in record:
-                failed.append(cell.name)
-                print(f"{cell.name} failed: {record['error']}", file=sys.stderr, flush=True)
+                del workers[ready]
+                ready.close()
+                process.kill()  # a CUDA error stays with its process
+                again = cell.name not in tried
+                print(f"{cell.name} failed{', once more later' * again}: {record['error']}", file=sys.stderr, flush=True)
+                tried.add(cell.name)
+                (waiting if again else failed).append(cell)
                 continue
             missing.discard(cell.name)
             finished += 1
@@ -126,13 +132,12 @@ def run(cells: list[Cell], args: argparse.Namespace) -> list[str]:
     print(
         f"{finished} cells in {time.monotonic() - began:.0f} s, {len(failed)} failed, {len(waiting)} left", flush=True
     )
-    return failed
+    return [cell.name for cell in failed]
 
 
 def _next(
     waiting: list[Cell],
     missing: set[str],
-    failed: list[str],
     busy: list[Cell],
     longest: dict[str, float],
     deadline: float,
@@ -142,7 +147,7 @@ def _next(
         return None
     for cell in waiting:
         late = time.monotonic() + longest.get(_kind(cell), 0.0) > deadline
-        if late or any(need in missing or need in failed for need in cell.needs) or (cell.alone and busy):
+        if late or any(need in missing for need in cell.needs) or (cell.alone and busy):
             continue
         return cell
     return None
@@ -156,6 +161,8 @@ def _kind(cell: Cell) -> str:
 def _worker(connection: Connection, device: str, models: Path) -> None:
     """Run what is sent, until the other end is closed."""
     os.environ["OMP_NUM_THREADS"] = "1"
+    signal.signal(signal.SIGINT, lambda *_: None)  # the pool's to hear; a trainer would save and go on
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(143))
     import torch
     from transformers.utils.logging import disable_progress_bar
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 import subprocess
 import sys
@@ -51,14 +52,16 @@ ROWS = 1024
 
 def warm(cell: Cell, device: str, models: Path) -> dict[str, Any]:
     """The testbed's model, by the repository's own script."""
-    folder = models / cell.name
+    folder, part = models / cell.name, part_of(models / cell.name)
     script = HERE.parents[1] / "scripts" / "pretrain_chain.py"
-    command = [sys.executable, str(script), str(folder), *cell.settings["testbed"]["warm"], "--device", device]
+    command = [sys.executable, str(script), str(part), *cell.settings["testbed"]["warm"], "--device", device]
     made = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if made.returncode:
         raise RuntimeError(made.stdout[-1500:])
     log = [line for line in made.stdout.splitlines() if line.startswith("step ")]
-    return {"training": json.loads((folder / "training.json").read_text()), "log": log[:: max(1, len(log) // 12)]}
+    training = json.loads((part / "training.json").read_text())
+    place(part, folder)
+    return {"training": training, "log": log[:: max(1, len(log) // 12)]}
 
 
 def train(cell: Cell, device: str, models: Path) -> dict[str, Any]:
@@ -216,9 +219,22 @@ def policy_of(name: str, budget: int, bed: dict[str, Any]) -> KVPolicy:
 
 
 def save(loaded: LoadedModel, folder: Path) -> None:
+    part = part_of(folder)
+    loaded.tokenizer.save_pretrained(part)
+    loaded.model.save_pretrained(part)
+    place(part, folder)
+
+
+def part_of(folder: Path) -> Path:
+    """Where a model is written: what has its own name is whole."""
+    part = folder.with_name(f"{folder.name}.part")
+    shutil.rmtree(part, ignore_errors=True)
+    return part
+
+
+def place(part: Path, folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
-    loaded.tokenizer.save_pretrained(folder)
-    loaded.model.save_pretrained(folder)
+    os.replace(part, folder)
 
 
 def rounded(value: float | None) -> float | None:
