@@ -88,6 +88,7 @@ class Cell:
     settings: dict[str, Any] = field(default_factory=dict)
     needs: tuple[str, ...] = ()  # cells whose model it starts from
     alone: bool = False  # nothing else may run beside it: it measures time or memory
+    start: bool = False  # makes the model that all of a testbed begin with
 
 
 def training(
@@ -127,7 +128,8 @@ def start(bed: Testbed) -> tuple[str, ...]:
 
 def warm_cells(bed: Testbed) -> list[Cell]:
     return [
-        Cell(name=name, part="warm", work="warm", settings={"testbed": asdict(bed)}, alone=True) for name in start(bed)
+        Cell(name=name, part="warm", work="warm", settings={"testbed": asdict(bed)}, alone=True, start=True)
+        for name in start(bed)
     ]
 
 

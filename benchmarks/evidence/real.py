@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from cells import HERE, Cell
-from work import CURVES, mismatch, rounded
+from work import CURVES, began_with, mismatch, rounded
 
 sys.path.insert(0, str(HERE.parent))
 import smollm2
@@ -40,7 +40,8 @@ def begin(cell: Cell, device: str, models: Path) -> dict[str, Any]:
     fitting = [r["budget"] for r in rows[1:] if r["reward"] >= least and r["rejection"] <= smollm2.REJECTION]
     budget = min(fitting, default=max(smollm2.BUDGETS[args.task]))
     loaded, task = smollm2.built(args, smollm2.start_model(args))
-    found = {"budget": budget, "sweep": [{key: rounded(value) for key, value in row.items()} for row in rows]}
+    found: dict[str, Any] = {"start": began_with(Path(smollm2.start_model(args))), "budget": budget}
+    found["sweep"] = [{key: rounded(value) for key, value in row.items()} for row in rows]
     found["matrix"] = matrix(args, loaded, task, budget)
     found["before"] = before(args, loaded, task, budget)
     (models / cell.name).mkdir(parents=True, exist_ok=True)
@@ -63,7 +64,8 @@ def arm(cell: Cell, device: str, models: Path) -> dict[str, Any]:
         raise RuntimeError(run.stdout[-1500:])
     steps = [line for line in read_log(target / "metrics.jsonl") if line["step"]]
     loaded, task = smollm2.built(args, str(target / f"checkpoint-{args.steps}"))
-    found = {"budget": budget, "matrix": matrix(args, loaded, task, budget)}
+    found: dict[str, Any] = {"start": began_with(Path(smollm2.start_model(args))), "budget": budget}
+    found["matrix"] = matrix(args, loaded, task, budget)
     found["curves"] = {short: [rounded(line.get(metric)) for line in steps] for short, metric in CURVES.items()}
     shutil.rmtree(target, ignore_errors=True)  # 2 GB
     return found

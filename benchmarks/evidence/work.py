@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from cells import HERE, Cell
 from sparse_rl.evaluate import EvalConfig, evaluate
 from sparse_rl.kv import Full, KVPolicy, build_policy
 from sparse_rl.metrics import read_log
-from sparse_rl.model.load import LoadedModel, load
+from sparse_rl.model.load import EMBEDDED, LoadedModel, load
 from sparse_rl.objective.correction import PRESETS
 from sparse_rl.objective.mismatch import CATASTROPHIC, diagnose, overlap_bounds, overlap_ids
 from sparse_rl.rollout import Engine, EngineConfig, Sampling
@@ -45,9 +46,11 @@ CURVES = {  # of metrics.jsonl, by short name
     "rollout_s": "time/rollout_s",
     "update_s": "time/update_s",
 }
+BEGAN = "began_with"  # file beside a trained model: the hash of the weights before
 CHECKS = 3  # parts of a run, after each of which dense accuracy is looked at
 MEASURED, MEASURED_N = 64, 8  # prompts and completions of a measurement before training
 ROWS = 1024
+STARTS = (0.55, 0.85)  # accuracy of a testbed's model before training
 
 
 def warm(cell: Cell, device: str, models: Path) -> dict[str, Any]:
@@ -60,8 +63,14 @@ def warm(cell: Cell, device: str, models: Path) -> dict[str, Any]:
         raise RuntimeError(made.stdout[-1500:])
     log = [line for line in made.stdout.splitlines() if line.startswith("step ")]
     training = json.loads((part / "training.json").read_text())
+    least, most = STARTS
+    if not least <= training["accuracy"] <= most:
+        raise RuntimeError(
+            f"{cell.name} ended at accuracy {training['accuracy']}; a start lies between {least} and {most}, so that "
+            "arms can gain and lose. Change --accuracy, --seconds or --noise of the testbed."
+        )
     place(part, folder)
-    return {"training": training, "log": log[:: max(1, len(log) // 12)]}
+    return {"start": began_with(folder), "training": training, "log": log[:: max(1, len(log) // 12)]}
 
 
 def train(cell: Cell, device: str, models: Path) -> dict[str, Any]:
@@ -104,9 +113,10 @@ def train(cell: Cell, device: str, models: Path) -> dict[str, Any]:
         shutil.rmtree(scratch, ignore_errors=True)
         trainer.engine.release()
     if settings["keep"]:
-        save(loaded, models / cell.name)
+        save(loaded, models / cell.name, began_with(start_of(bed, models)))
     sparse = policy if settings["budget"] else policy_of("rkv", bed["budgets"][1], bed)
     return {
+        "start": began_with(start_of(bed, models)),
         "dense": accuracy(loaded, task, Full(), bed),
         "sparse": accuracy(loaded, task, sparse, bed),
         "checks": checks.found,
@@ -117,13 +127,13 @@ def train(cell: Cell, device: str, models: Path) -> dict[str, Any]:
 def matrix(cell: Cell, device: str, models: Path) -> dict[str, Any]:
     """A trained model under several caches."""
     bed = cell.settings["testbed"]
-    loaded = load(str(models / cell.needs[0]), dtype=dtype_of(bed, device), device=device) if cell.needs else None
-    loaded, task = loaded or start(bed, device, models), task_of(bed)
+    folder = models / cell.needs[0] if cell.needs else EMBEDDED
+    loaded, task = load(str(folder), dtype=dtype_of(bed, device), device=device), task_of(bed)
     found = {"full": accuracy(loaded, task, Full(), bed)}
     for name in cell.settings["policies"]:
         for budget in cell.settings["budgets"]:
             found[f"{name}:{budget}"] = accuracy(loaded, task, policy_of(name, budget, bed), bed)
-    return {"matrix": found}
+    return {"start": began_with(folder), "matrix": found}
 
 
 @torch.no_grad()
@@ -142,6 +152,7 @@ def measure(cell: Cell, device: str, models: Path) -> dict[str, Any]:
     engine.release()
     rewards = task.rewards.grade(rollouts, loaded.tokenizer).rewards.view(count, MEASURED_N)
     return {
+        "start": began_with(start_of(bed, models)),
         "reward": rounded(float(rewards.mean())),
         "reward_se": rounded(float(rewards.mean(dim=1).std()) / count**0.5),
         "kv_saved": rounded(kv_saved_frac(rollouts)),
@@ -202,8 +213,17 @@ def accuracy(loaded: LoadedModel, task: Chain, policy: KVPolicy, bed: dict[str, 
 
 
 def start(bed: dict[str, Any], device: str, models: Path) -> LoadedModel:
-    name = bed["model"] if bed["model"] == "embedded" else str(models / bed["model"])
-    return load(name, dtype=dtype_of(bed, device), device=device)
+    return load(str(start_of(bed, models)), dtype=dtype_of(bed, device), device=device)
+
+
+def start_of(bed: dict[str, Any], models: Path) -> Path:
+    return EMBEDDED if bed["model"] == "embedded" else models / bed["model"]
+
+
+def began_with(folder: Path) -> str:
+    """The hash of the weights that a model's training began with: its own, unless a cell trained it."""
+    note = folder / BEGAN
+    return note.read_text() if note.exists() else sha256((folder / "model.safetensors").read_bytes()).hexdigest()
 
 
 def dtype_of(bed: dict[str, Any], device: str) -> torch.dtype:
@@ -218,10 +238,11 @@ def policy_of(name: str, budget: int, bed: dict[str, Any]) -> KVPolicy:
     return Full() if name == "full" else build_policy(name, budget=budget, interval=bed["interval"])
 
 
-def save(loaded: LoadedModel, folder: Path) -> None:
+def save(loaded: LoadedModel, folder: Path, began: str) -> None:
     part = part_of(folder)
     loaded.tokenizer.save_pretrained(part)
     loaded.model.save_pretrained(part)
+    (part / BEGAN).write_text(began)
     place(part, folder)
 
 

@@ -179,6 +179,17 @@ def test_the_later_line_counts_and_a_broken_one_is_named(tmp_path):
         read_evidence(tmp_path / "nowhere")
 
 
+def test_a_testbed_begins_with_one_model(tmp_path):
+    records = [made_up.run("short", "dense", 0, seed, 0.9) for seed in range(3)]
+    records.append(made_up.run("long", "dense", 0, 0, 0.9))
+    for one, start in zip(records, ("aa", "aa", "aa", "bb"), strict=True):
+        one["results"]["start"] = start
+    assert len(read_evidence(made_up.write(tmp_path, records)).records) == 4
+    records[1]["results"]["start"] = "cc"
+    with pytest.raises(ValueError, match=r"short began with several models, aa \(.*cc \("):
+        read_evidence(made_up.write(tmp_path, records))
+
+
 def test_the_page_and_its_plots(tmp_path):
     records = made_up.whole(naive=0.4) + [made_up.before("short", "rkv", budget) for budget in made_up.BUDGETS]
     results = made_up.write(tmp_path / "results", [r for r in records if r["settings"].get("arm") != "reject_only"])

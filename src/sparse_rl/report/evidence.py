@@ -126,6 +126,7 @@ def read_evidence(folder: Path) -> Evidence:
                 found[record["cell"]] = record
             except (ValueError, KeyError, TypeError) as error:
                 raise ValueError(f"{path}, line {number}, is not the record of a cell; remove it.") from error
+    _check_starts(found.values())
     return Evidence(tuple(found.values()))
 
 
@@ -230,6 +231,18 @@ def survival(records: Iterable[Record]) -> tuple[list[int], int, float]:
     return places, total, _mean([record["results"]["length"] for record in given]) or math.nan
 
 
+def _check_starts(records: Iterable[Record]) -> None:
+    """All of a testbed must have begun with the same weights."""
+    starts: dict[str, dict[str, str]] = {}  # a cell by testbed and hash
+    for record in records:
+        if start := record["results"].get("start"):
+            starts.setdefault(_bed(record), {})[start] = record["cell"]
+    for bed, cells in starts.items():
+        if len(cells) > 1:
+            shown = ", ".join(f"{start[:12]} ({cell})" for start, cell in sorted(cells.items()))
+            raise ValueError(f"testbed {bed} began with several models, {shown}; keep the lines of one.")
+
+
 def _in_shape(record: Record) -> Record:
     """SmolLM2's cells as those of a testbed with one budget, which its sweep chose."""
     if record["part"] != "smollm2":
@@ -241,7 +254,7 @@ def _in_shape(record: Record) -> Record:
     settings |= {"trained_at": 0 if arm == "start" else at, "testbed": {"name": "smollm2", "budgets": [budget]}}
     matrix = results["matrix"]
     if arm == "start":
-        results = results["before"] | {"matrix": matrix, "accuracy": None}
+        results = results | results["before"] | {"accuracy": None}
     else:
         results = results | {"dense": matrix["full"], "sparse": matrix[f"rkv:{budget}"], "checks": []}
     return record | {"settings": own | settings, "results": results}
