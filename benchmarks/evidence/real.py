@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from cells import HERE, Cell
-from work import CURVES, began_with, mismatch, rounded
+from work import CURVES, MEASURED, MEASURED_N, began_with, mismatch, rounded
 
 sys.path.insert(0, str(HERE.parent))
 import smollm2
@@ -55,6 +55,7 @@ def arm(cell: Cell, device: str, models: Path) -> dict[str, Any]:
     budget = json.loads((models / "smollm2-start" / "config.json").read_text())["budget"]
     target = args.runs / args.task / cell.name
     command = smollm2.train_command(args, name, budget)
+    command += ["--engine.compile", "false", "--update.compile", "false"]  # a run is too short to pay for it
     given = {"--trainer.output_dir": str(target), "--eval.prompts": "0"}
     given["--trainer.resume_from_checkpoint"] = str((target / "run.json").exists()).lower()
     for flag, value in given.items():
@@ -77,7 +78,8 @@ def matrix(args: Namespace, loaded: Any, task: Any, budget: int) -> dict[str, li
     for name in POLICIES:
         for entries in (budget, round(SECOND * budget)):
             policies[f"{name}:{entries}"] = build_policy(name, budget=entries, interval=smollm2.INTERVAL)
-    sampling = EvalConfig(n=2, seed=7).sampling(smollm2.sampling(args)["max_tokens"])
+    own = smollm2.sampling(args)
+    sampling = EvalConfig(n=2, temperature=own["temperature"], seed=7).sampling(own["max_tokens"])
     found = {}
     for name, policy in policies.items():
         engine = Engine(loaded, policy, EngineConfig(rows=512, compile=False))
@@ -91,11 +93,12 @@ def before(args: Namespace, loaded: Any, task: Any, budget: int) -> dict[str, An
     """The warm model's mismatch at the budget."""
     policy = build_policy("rkv", budget=budget, interval=smollm2.INTERVAL)
     engine = Engine(loaded, policy, EngineConfig(rows=512, compile=False))
-    sampling = Sampling(n=8, seed=1, top_logprobs=overlap_ids(loaded.vocab_size), **smollm2.sampling(args))
-    rollouts = engine.generate(task.stream(0, args.sweep, 1000), sampling)
+    sampling = Sampling(n=MEASURED_N, seed=1, top_logprobs=overlap_ids(loaded.vocab_size), **smollm2.sampling(args))
+    rollouts = engine.generate(task.stream(0, MEASURED, 1000), sampling)
     engine.release()
     with torch.no_grad():
-        return mismatch(loaded, rollouts, 16384) | {"kv_saved": rounded(kv_saved_frac(rollouts))}
+        found = mismatch(loaded, rollouts, 16384, sampling.temperature)
+    return found | {"kv_saved": rounded(kv_saved_frac(rollouts))}
 
 
 def arguments(cell: Cell, device: str, models: Path) -> Namespace:

@@ -106,8 +106,12 @@ def train(cell: Cell, device: str, models: Path) -> dict[str, Any]:
         ),
         observers=(checks,),
     )
+    not_finite = False
     try:
-        trainer.train()
+        try:
+            trainer.train()
+        except FloatingPointError:  # a result: the run has collapsed
+            not_finite = True
         steps = [line for line in read_log(scratch / "run" / "metrics.jsonl") if line["step"]]
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
@@ -120,6 +124,7 @@ def train(cell: Cell, device: str, models: Path) -> dict[str, Any]:
         "dense": accuracy(loaded, task, Full(), bed),
         "sparse": accuracy(loaded, task, sparse, bed),
         "checks": checks.found,
+        "not_finite": not_finite,
         "curves": {short: [rounded(line.get(name)) for line in steps] for short, name in CURVES.items()},
     }
 
@@ -163,9 +168,9 @@ def measure(cell: Cell, device: str, models: Path) -> dict[str, Any]:
     }
 
 
-def mismatch(loaded: LoadedModel, rollouts: list[Rollout], max_tokens: int) -> dict[str, Any]:
+def mismatch(loaded: LoadedModel, rollouts: list[Rollout], max_tokens: int, temperature: float = 1.0) -> dict[str, Any]:
     """Statistics of log xi and overlap over rollouts, and the token at which a veto would end each."""
-    dense = score(loaded.model, rollouts, max_tokens=max_tokens)
+    dense = score(loaded.model, rollouts, temperature=temperature, max_tokens=max_tokens)
     lengths = torch.tensor([len(rollout.token_ids) for rollout in rollouts])
     rows = torch.arange(len(rollouts)).repeat_interleave(lengths)
     log_xi = torch.cat([d.dense_logprobs - r.sampler_logprobs for d, r in zip(dense, rollouts, strict=True)])
@@ -259,4 +264,4 @@ def place(part: Path, folder: Path) -> None:
 
 
 def rounded(value: float | None) -> float | None:
-    return None if value is None or math.isnan(value) else float(f"{value:.4g}")
+    return None if value is None or math.isnan(value) else float(f"{value:.6g}")

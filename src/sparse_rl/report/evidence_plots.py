@@ -94,11 +94,13 @@ def _curves(figure: Figure, evidence: Evidence, bed: str) -> bool:
             runs = [r for r in evidence.runs(bed, arm, budget) if r["results"]["checks"]]
             if not runs or not start.count:
                 continue
-            looks_at = [step for step, _, _ in runs[0]["results"]["checks"]]
-            on_the_way = [estimate(r["results"]["checks"][i][1] for r in runs) for i in range(len(looks_at))]
-            steps = [0, *looks_at, len(runs[0]["results"]["curves"]["reward"])]
+            on_the_way: dict[int, list[float | None]] = {}  # a run that collapsed may have fewer
+            for step, accuracy, _ in (look for run in runs for look in run["results"]["checks"]):
+                on_the_way.setdefault(step, []).append(accuracy)
+            steps = [0, *sorted(on_the_way), max(len(run["results"]["curves"]["reward"]) for run in runs)]
             colour, marker = LOOKS[arm]
-            found = [Estimate(start.mean, 0.0, 1), *on_the_way, evidence.end(bed, arm, budget)]
+            found = [estimate(on_the_way[step]) for step in steps[1:-1]]
+            found = [Estimate(start.mean, 0.0, 1), *found, evidence.end(bed, arm, budget)]
             shown |= _points(panel, steps, found, color=colour, marker=marker, label=arm)
         panel.set_title(f"Dense accuracy, budget {budget}")
         panel.set_xlabel("step")
@@ -182,7 +184,7 @@ def _predictors(figure: Figure, evidence: Evidence) -> bool:
     for panel, (name, (label, _)) in zip(panels, STATISTICS.items(), strict=True):
         for bed, (colour, marker) in zip(beds, looks(len(beds)), strict=True):
             own = [case for case in found if case.setting[0] == bed]
-            x, y = [case.known[name] for case in own], [case.change for case in own]
+            x, y = [case.known[name] for case in own], [case.change for case in own]  # None is not drawn
             panel.plot(x, y, color=colour, marker=marker, ls="", alpha=0.7, label=bed)
         panel.axhline(-DROP, color=INK, ls=":", lw=1)
         panel.set_xlabel(label)
