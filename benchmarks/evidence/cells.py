@@ -55,6 +55,7 @@ class Testbed:
     budgets: tuple[int, int, int] = (67, 45, 32)
     sweep: tuple[int, ...] = (22, 45, 67, 90, 134, 179)
     problems: int = 1024  # held out
+    whole: bool = True  # or without parts b and f, the arms of others and some of part d, which a shorter one has
 
 
 SHORT = Testbed(name="short")
@@ -74,6 +75,7 @@ LONG = Testbed(
     budgets=(254, 127, 63),
     sweep=(63, 127, 254, 381, 508, 761, 1015),
     problems=512,
+    whole=False,
 )
 # A few minutes on a CPU: for trying the scripts, never for evidence.
 TRIAL = Testbed(name="trial", updates=2, prompts=4, n=4, sweep=(22, 45, 67), problems=8)

@@ -50,6 +50,7 @@ BEGAN = "began_with"  # file beside a trained model: the hash of the weights bef
 CHECKS = 3  # parts of a run, after each of which dense accuracy is looked at
 MEASURED, MEASURED_N = 64, 8  # prompts and completions of a measurement before training
 ROWS = 1024
+STARTS_N = 4  # samples a problem before training: every run is compared with it
 STARTS = (0.55, 0.85)  # accuracy of a testbed's model before training
 
 
@@ -81,7 +82,7 @@ def train(cell: Cell, device: str, models: Path) -> dict[str, Any]:
     if settings["eps"]:
         correction = replace(correction, veto=settings["eps"])
     scratch = Path(tempfile.mkdtemp(prefix="evidence-"))
-    checks = Checks(loaded, task, bed)
+    checks = Checks(engine_of(loaded, Full(), bed), task, bed)
     trainer = Trainer(
         loaded,
         task,
@@ -121,8 +122,8 @@ def train(cell: Cell, device: str, models: Path) -> dict[str, Any]:
     sparse = policy if settings["budget"] else policy_of("rkv", bed["budgets"][1], bed)
     return {
         "start": began_with(start_of(bed, models)),
-        "dense": accuracy(loaded, task, Full(), bed),
-        "sparse": accuracy(loaded, task, sparse, bed),
+        "dense": accuracy(checks.engine, task, bed["problems"]),
+        "sparse": accuracy(engine_of(loaded, sparse, bed), task, bed["problems"]),
         "checks": checks.found,
         "not_finite": not_finite,
         "curves": {short: [rounded(line.get(name)) for line in steps] for short, name in CURVES.items()},
@@ -134,10 +135,10 @@ def matrix(cell: Cell, device: str, models: Path) -> dict[str, Any]:
     bed = cell.settings["testbed"]
     folder = models / cell.needs[0] if cell.needs else EMBEDDED
     loaded, task = load(str(folder), dtype=dtype_of(bed, device), device=device), task_of(bed)
-    found = {"full": accuracy(loaded, task, Full(), bed)}
+    policies = {"full": policy_of("full", 0, bed)}
     for name in cell.settings["policies"]:
-        for budget in cell.settings["budgets"]:
-            found[f"{name}:{budget}"] = accuracy(loaded, task, policy_of(name, budget, bed), bed)
+        policies |= {f"{name}:{budget}": policy_of(name, budget, bed) for budget in cell.settings["budgets"]}
+    found = {name: accuracy(engine_of(loaded, policy, bed), task, bed["problems"]) for name, policy in policies.items()}
     return {"start": began_with(folder), "matrix": found}
 
 
@@ -162,8 +163,9 @@ def measure(cell: Cell, device: str, models: Path) -> dict[str, Any]:
         "reward_se": rounded(float(rewards.mean(dim=1).std()) / count**0.5),
         "kv_saved": rounded(kv_saved_frac(rollouts)),
         **mismatch(loaded, rollouts, bed["max_tokens"]),
-        "accuracy": {"dense": accuracy(loaded, task, Full(), bed), "sparse": accuracy(loaded, task, policy, bed)}
-        if settings["seed"] == 0
+        "prompt_len": task.prompt_len,
+        "accuracy": {"dense": accuracy(engine_of(loaded, policy, bed), task, bed["problems"], STARTS_N)}
+        if settings["policy"] == "full" and settings["seed"] == 0
         else None,
     }
 
@@ -197,22 +199,25 @@ def mismatch(loaded: LoadedModel, rollouts: list[Rollout], max_tokens: int, temp
 class Checks(Observer):
     """Dense accuracy on some held-out problems, a few times in a run."""
 
-    def __init__(self, loaded: LoadedModel, task: Chain, bed: dict[str, Any]) -> None:
-        self.loaded, self.task, self.bed = loaded, task, bed | {"problems": bed["problems"] // 2}
+    def __init__(self, engine: Engine, task: Chain, bed: dict[str, Any]) -> None:
+        self.engine, self.task, self.bed = engine, task, bed
         self.every = max(1, -(-bed["updates"] // CHECKS))
         self.found: list[list[float | None]] = []  # step, accuracy, standard error
 
     def on_log(self, metrics: dict[str, Any]) -> None:
         step = metrics["step"]
         if step and step % self.every == 0 and step < self.bed["updates"]:
-            self.found.append([step, *accuracy(self.loaded, self.task, Full(), self.bed)])
+            self.found.append([step, *accuracy(self.engine, self.task, self.bed["problems"] // 2)])
 
 
-def accuracy(loaded: LoadedModel, task: Chain, policy: KVPolicy, bed: dict[str, Any]) -> list[float | None]:
+def engine_of(loaded: LoadedModel, policy: KVPolicy, bed: dict[str, Any]) -> Engine:
+    return Engine(loaded, policy, EngineConfig(rows=min(ROWS, bed["problems"]), compile=False))
+
+
+def accuracy(engine: Engine, task: Chain, problems: int, n: int = 1) -> list[float | None]:
     """Of held-out problems at temperature 1, and its standard error over them."""
-    engine = Engine(loaded, policy, EngineConfig(rows=min(ROWS, bed["problems"]), compile=False))
-    sampling = EvalConfig().sampling(task.chain_len + 16)
-    found = evaluate(engine, task.held_out(bed["problems"]), sampling, task.rewards)
+    sampling = EvalConfig(n=n).sampling(task.chain_len + 16)
+    found = evaluate(engine, task.held_out(problems), sampling, task.rewards)
     engine.release()
     return [rounded(found["reward"]), rounded(found["reward_se"])]
 

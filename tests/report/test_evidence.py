@@ -184,8 +184,21 @@ def test_cases_join_runs_with_what_was_measured():
     (found,) = cases(Evidence(tuple(records)), ["naive"])  # nothing was measured for rkv
     assert (found.known["kl"], found.failed, found.setting) == (0.7, True, ("short", "snapkv", 30))
     assert found.change == pytest.approx(-0.3)
-    places, total, length = survival(Evidence(tuple(records)).before("short", "snapkv", 30))
-    assert (places, total, length) == ([10, 100], 10, 180)
+
+
+def test_the_law_of_a_constant_hazard_by_hand():
+    """Budget 30 + interval 8 - prompt 18: evictions begin at token 20, and half-way to 180 is 100.
+
+    Of ten rollouts one ends before the first eviction, two at 50 and 60, one at 140: 2 vetoes in 30 + 40 + 7 x 80.
+    """
+    record = made_up.before("short", "rkv", 30, first_veto=[140, 50, 10, 60])
+    found = survival(Evidence((record,)), "short", 30)
+    assert (found.begin, found.middle, found.total) == (20, 100, 10)
+    assert found.hazard == pytest.approx(2 / 630)
+    assert [found.left(token) for token in (10, 11, 100, 140, 180)] == pytest.approx([1, 0.9, 0.7, 0.7, 0.6])
+    assert found.law(180) == pytest.approx(0.7 * math.exp(-80 * 2 / 630))
+    assert survival(Evidence((made_up.before("short", "rkv", 200),)), "short", 200) is None  # never full
+    assert survival(Evidence((record,)), "short", 40) is None
 
 
 def test_smollm2_reads_as_a_testbed(tmp_path):

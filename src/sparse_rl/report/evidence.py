@@ -55,6 +55,13 @@ class Evidence:
         )
         return found
 
+    def arms(self, testbed: str) -> tuple[str, ...]:
+        """Those planned there."""
+        bed = self.bed(testbed)
+        if bed.get("whole"):
+            return ARMS
+        return ARMS[:5] if "sweep" in bed else ("dense", "naive", "sparse_rl")
+
     def part(self, name: str) -> list[Record]:
         return [record for record in self.records if record["part"] == name]
 
@@ -252,12 +259,49 @@ def interval(found: Sequence[Case], value: Callable[[Sequence[Case]], float]) ->
     return values[int(0.025 * len(values))], values[int(0.975 * len(values))]
 
 
-def survival(records: Iterable[Record]) -> tuple[list[int], int, float]:
-    """The tokens at which vetoes fall, rollouts in all, and their mean length."""
-    given = list(records)
+@dataclass(frozen=True, slots=True)
+class Survival:
+    """Rollouts without a veto so far, by token, and the law of a constant hazard from the first eviction on.
+
+    The hazard is fitted up to half-way from there to the end; the law foretells the rest.
+    """
+
+    places: tuple[int, ...]  # tokens at which vetoes fall, in order
+    total: int  # rollouts
+    length: float  # their mean
+    begin: float  # token of the first eviction
+
+    @property
+    def middle(self) -> float:
+        return (self.begin + self.length) / 2
+
+    @property
+    def hazard(self) -> float:
+        """Vetoes a token, of rollouts without one."""
+        vetoes = bisect_left(self.places, self.middle) - bisect_left(self.places, self.begin)
+        tokens = [min(place, self.middle) - self.begin for place in self.places if place >= self.begin]
+        exposed = math.fsum(tokens) + (self.total - len(self.places)) * (self.middle - self.begin)
+        return vetoes / exposed if exposed > 0 else math.nan
+
+    def left(self, token: float) -> float:
+        """The share of rollouts without a veto before the token."""
+        return 1 - bisect_left(self.places, token) / self.total
+
+    def law(self, token: float) -> float:
+        """What the hazard foretells for a token behind the middle."""
+        return self.left(self.middle) * math.exp(-self.hazard * (token - self.middle))
+
+
+def survival(evidence: Evidence, testbed: str, budget: int) -> Survival | None:
+    """Of R-KV before training; None if nothing was measured or the cache is never full."""
+    given = evidence.before(testbed, "rkv", budget)
+    length = _mean(record["results"]["length"] for record in given)
+    if length is None:
+        return None
+    begin = max(0, budget + evidence.bed(testbed)["interval"] - given[0]["results"]["prompt_len"])
     places = sorted(place for record in given for place in record["results"]["first_veto"])
     total = sum(record["results"]["rollouts"] for record in given)
-    return places, total, _mean([record["results"]["length"] for record in given]) or math.nan
+    return Survival(tuple(places), total, length, begin) if begin < length else None
 
 
 def _check_starts(records: Iterable[Record]) -> None:

@@ -102,6 +102,8 @@ def within_three_percent(evidence: Evidence, testbed: str) -> Finding:
 
 
 def both_needed(evidence: Evidence, testbed: str) -> Finding:
+    if "reject_only" not in evidence.arms(testbed):
+        return Finding(UNTESTED, "not planned")
     dense, states, shown = evidence.end(testbed, "dense", 0), [], []
     for budget in evidence.bed(testbed)["budgets"]:
         ends = {a: evidence.end(testbed, a, budget) for a in ("naive", "sparse_rl", "reject_only", "reweight_only")}
@@ -142,6 +144,8 @@ def sparse_trained_wins(evidence: Evidence, testbed: str) -> Finding:
 
 
 def extremes_fail(evidence: Evidence, testbed: str) -> Finding:
+    if "sweep" not in evidence.bed(testbed):
+        return Finding(UNTESTED, "not planned")
     budgets = [r["settings"]["budget"] for r in evidence.trained(testbed) if r["settings"]["arm"] == "sparse_rl"]
     least = min(budgets, default=0)
     end, dense = evidence.end(testbed, "sparse_rl", least), evidence.end(testbed, "dense", 0)
