@@ -90,11 +90,10 @@ def _verdicts(evidence: Evidence) -> list[str]:
     found = verdicts(evidence)
     rows = [[verdict.claim, f"**{verdict.state}**"] for verdict in found]
     rules = [f"- {verdict.claim}. {verdict.rule}" for verdict in found]
-    numbers = [
-        f"- {verdict.claim}; {name}: {finding.numbers}."
-        for verdict in found
-        for name, finding in verdict.findings.items()
-    ]
+    numbers = []
+    for verdict in found:
+        numbers.append(f"- {verdict.claim}{'' if verdict.findings else ': missing'}")
+        numbers += [f"  - {name}: {finding.numbers}" for name, finding in verdict.findings.items()]
     clearly = (
         f"Clearly is by more than {CLEAR} standard errors of the difference (with {SEEDS} seeds each about 95 % by "
         f"Student's t) and by {LEAST} at least; surely, with as many standard errors to spare."
@@ -192,15 +191,9 @@ def _lengths(evidence: Evidence, bed: str) -> str:
             seen.append(f"{100 * (1 - found.left(token)):.1f} % ({100 * (1 - found.law(token)):.1f} %)")
         rows.append([str(budget), f"{found.begin:.0f}", f"{found.hazard:.1e}", *seen, str(found.total)])
     head = (
-        "budget",
-        "first eviction, token",
-        "hazard a token",
-        "by then",
-        "half-way from there",
-        "three quarters",
-        "end",
+        *("budget", "first eviction, token", "hazard a token", "by then", "half-way from there"),
+        *("three quarters", "end", "rollouts"),
     )
-    head = (*head, "rollouts")
     text = "Rollouts with a token xi < 1e-4 before training. A constant hazard is fitted from the first eviction to "
     text += "half-way from there to the end; in brackets what it foretells for the rest."
     return f"{text}\n\n{table(head, rows)}"

@@ -133,7 +133,8 @@ def _budgets(figure: Figure, evidence: Evidence, bed: str) -> bool:
     panel.set_xticks(budgets, [str(budget) for budget in budgets])
     panel.set_xticks([], minor=True)
     panel.margins(y=0.1)
-    figure.legend(loc="outside right upper")
+    if shown:
+        figure.legend(loc="outside right upper")
     return shown
 
 
@@ -155,7 +156,8 @@ def _lengths(figure: Figure, evidence: Evidence, bed: str) -> bool:
     panel.set_title("Rollouts without a token xi < 1e-4 so far, before training (dotted: constant hazard)")
     panel.set_xlabel("tokens")
     panel.set_yscale("log")
-    figure.legend(loc="outside right upper")
+    if shown:
+        figure.legend(loc="outside right upper")
     return shown
 
 
