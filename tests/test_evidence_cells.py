@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import hashlib
 import json
 import sys
 import time
@@ -170,3 +172,39 @@ def test_a_start_model_is_never_made_anew_unasked(evidence, tmp_path, monkeypatc
             pool.main({}, None)
         assert ("carry it there" in str(end.value)) == (only == "long-dense-s0")
     assert begun == [(["long-warm"], {pool._kind(warm): 300.0})]
+
+
+@pytest.mark.parametrize("accuracy", [0.5, 0.7, 0.9])
+def test_a_start_model_appears_whole_and_within_range(evidence, tmp_path, monkeypatch, accuracy):
+    """Its script writes beside the place where cells look, and what cannot gain or lose is no start."""
+    cells, _ = evidence
+    import work
+
+    def script(command, **_):
+        folder = Path(command[2])
+        assert folder.name == "long-warm.part"
+        folder.mkdir()
+        (folder / "model.safetensors").write_bytes(b"weights")
+        (folder / "training.json").write_text(json.dumps({"accuracy": accuracy}))
+        return argparse.Namespace(returncode=0, stdout="step 1")
+
+    monkeypatch.setattr(work.subprocess, "run", script)
+    (cell,) = cells.warm_cells(cells.LONG)
+    if accuracy != 0.7:
+        with pytest.raises(RuntimeError, match=r"between 0\.55 and 0\.85"):
+            work.warm(cell, "cpu", tmp_path)
+        assert not (tmp_path / "long-warm").exists()
+        return
+    assert work.warm(cell, "cpu", tmp_path)["start"] == hashlib.sha256(b"weights").hexdigest()
+    assert (tmp_path / "long-warm" / "training.json").exists()
+
+
+@pytest.mark.slow
+def test_a_run_that_is_no_longer_finite_is_a_result(evidence, tmp_path):
+    cells, _ = evidence
+    import work
+
+    bed = dataclasses.replace(cells.TRIAL, lr=1e25)
+    found = work.train(cells.training("a", bed, "naive", 45, 0), "cpu", tmp_path)
+    assert (found["not_finite"], found["dense"], found["sparse"]) == (True, [None, None], [None, None])
+    assert len(found["curves"]["reward"]) == 1

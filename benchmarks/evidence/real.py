@@ -61,12 +61,16 @@ def arm(cell: Cell, device: str, models: Path) -> dict[str, Any]:
     for flag, value in given.items():
         command[command.index(flag) + 1] = value
     run = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    if run.returncode:
+    not_finite = "gradient that is not finite" in run.stdout or "logits that are not finite" in run.stdout
+    if run.returncode and not not_finite:
         raise RuntimeError(run.stdout[-1500:])
     steps = [line for line in read_log(target / "metrics.jsonl") if line["step"]]
-    loaded, task = smollm2.built(args, str(target / f"checkpoint-{args.steps}"))
     found: dict[str, Any] = {"start": began_with(Path(smollm2.start_model(args))), "budget": budget}
-    found["matrix"] = matrix(args, loaded, task, budget)
+    found["not_finite"] = bool(run.returncode)
+    if run.returncode:  # a result: the run has collapsed, and left no model
+        found["matrix"] = dict.fromkeys(caches(budget), (None, None))
+    else:
+        found["matrix"] = matrix(args, *smollm2.built(args, str(target / f"checkpoint-{args.steps}")), budget)
     found["curves"] = {short: [rounded(line.get(metric)) for line in steps] for short, metric in CURVES.items()}
     shutil.rmtree(target, ignore_errors=True)  # 2 GB
     return found
@@ -74,19 +78,24 @@ def arm(cell: Cell, device: str, models: Path) -> dict[str, Any]:
 
 def matrix(args: Namespace, loaded: Any, task: Any, budget: int) -> dict[str, list[float | None]]:
     """Accuracy and its standard error under each cache."""
-    policies: dict[str, KVPolicy] = {"full": Full()}
-    for name in POLICIES:
-        for entries in (budget, round(SECOND * budget)):
-            policies[f"{name}:{entries}"] = build_policy(name, budget=entries, interval=smollm2.INTERVAL)
     own = smollm2.sampling(args)
     sampling = EvalConfig(n=2, temperature=own["temperature"], seed=7).sampling(own["max_tokens"])
     found = {}
-    for name, policy in policies.items():
+    for name, policy in caches(budget).items():
         engine = Engine(loaded, policy, EngineConfig(rows=512, compile=False))
         result = evaluate(engine, task.held_out(args.problems), sampling, task.rewards)
         engine.release()
         found[name] = [rounded(result["reward"]), rounded(result["reward_se"])]
     return found
+
+
+def caches(budget: int) -> dict[str, KVPolicy]:
+    """The matrix's policies."""
+    policies: dict[str, KVPolicy] = {"full": Full()}
+    for name in POLICIES:
+        for entries in (budget, round(SECOND * budget)):
+            policies[f"{name}:{entries}"] = build_policy(name, budget=entries, interval=smollm2.INTERVAL)
+    return policies
 
 
 def before(args: Namespace, loaded: Any, task: Any, budget: int) -> dict[str, Any]:

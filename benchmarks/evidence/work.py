@@ -215,9 +215,12 @@ def engine_of(loaded: LoadedModel, policy: KVPolicy, bed: dict[str, Any]) -> Eng
 
 
 def accuracy(engine: Engine, task: Chain, problems: int, n: int = 1) -> list[float | None]:
-    """Of held-out problems at temperature 1, and its standard error over them."""
+    """Of held-out problems at temperature 1, and its standard error over them; none of a model that is not finite."""
     sampling = EvalConfig(n=n).sampling(task.chain_len + 16)
-    found = evaluate(engine, task.held_out(problems), sampling, task.rewards)
+    try:
+        found = evaluate(engine, task.held_out(problems), sampling, task.rewards)
+    except FloatingPointError:
+        return [None, None]
     engine.release()
     return [rounded(found["reward"]), rounded(found["reward_se"])]
 

@@ -182,6 +182,9 @@ def test_cases_join_runs_with_what_was_measured():
     records += [made_up.run("short", "naive", 30, 0, 0.5, policy="snapkv"), made_up.run("short", "naive", 30, 0, 0.9)]
     records += made_up.seeds("short", "dense", 0, 0.95)
     (found,) = cases(Evidence(tuple(records)), ["naive"])  # nothing was measured for rkv
+    for record in records:
+        record["settings"]["testbed"]["name"] = "trial"
+    assert cases(Evidence(tuple(records)), ["naive"]) == []  # never evidence
     assert (found.known["kl"], found.failed, found.setting) == (0.7, True, ("short", "snapkv", 30))
     assert found.change == pytest.approx(-0.3)
 

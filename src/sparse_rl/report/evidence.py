@@ -204,7 +204,7 @@ def cases(evidence: Evidence, arms: Sequence[str]) -> list[Case]:
         if measured and setting[0] in beds:
             known = {name: _mean([record["results"][name] for record in measured]) for name in STATISTICS}
             end = run["results"]["dense"][0]
-            change = (0.0 if end is None else end) - start.mean
+            change = math.nan if end is None else end - start.mean
             found.append(Case(setting, known, change, collapsed(run, start)))
     return found
 
