@@ -14,7 +14,10 @@ SPREAD = (-0.01, 0.0, 0.01)  # of three seeds: a standard error of 0.0058
 
 
 def testbed(name: str) -> dict[str, Any]:
-    return {"name": name, "budgets": list(BUDGETS), "sweep": list(SWEEP), "updates": 10, "prompts": 4, "n": 8}
+    return {"name": name, "budgets": list(BUDGETS), "sweep": list(SWEEP), "updates": 10, "prompts": 4, "n": 8} | {
+        "interval": 8,
+        "whole": name == "short",
+    }
 
 
 def record(cell: str, part: str, settings: dict[str, Any], results: dict[str, Any]) -> dict[str, Any]:
@@ -55,6 +58,7 @@ def before(bed: str, policy: str, budget: int, accuracy: float = 0.8, **statisti
     """A measurement before training."""
     results: dict[str, Any] = dict.fromkeys(("overlap_mean", "overlap_p05", "overlap_p01", "overlap_min"), 0.9)
     results |= {"kl": 0.1, "rejection": 0.2, "first_veto": [10, 100], "rollouts": 10, "length": LENGTH}
+    results |= {"prompt_len": 18}
     results |= {"accuracy": {"dense": [accuracy, 0.005], "sparse": [0.5, 0.01]}} | statistics
     settings = {"testbed": testbed(bed), "policy": policy, "budget": budget, "seed": 0}
     return record(f"{bed}-before-{policy}-{budget}", "d", settings, results)

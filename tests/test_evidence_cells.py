@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
+import hashlib
 import json
 import sys
 import time
@@ -41,6 +44,8 @@ def test_a_name_means_one_cell(evidence):
         assert all(need in by_name for need in cell.needs), cell
     arms = [cell for cell in found if cell.part == "a" and cell.settings["testbed"]["name"] == "short"]
     assert len(arms) == 3 + 7 * 3 * 3
+    assert sum(cell.part == "a" and cell.settings["testbed"]["name"] == "long" for cell in found) == 3 + 4 * 3 * 3
+    assert not any(cell.part in "bf" and cell.settings["testbed"]["name"] == "long" for cell in found)
     kept = {cell.name for cell in found if cell.settings.get("keep")} | {
         cell.name for cell in found if cell.part == "warm"
     }
@@ -73,16 +78,21 @@ def test_what_begins_when(evidence):
     first, second = (cells.Cell(name=name, part="a", work="train") for name in ("first", "second"))
     needy = cells.Cell(name="needy", part="c", work="matrix", needs=("first",))
     alone = cells.Cell(name="alone", part="e", work="step", alone=True)
-    later = time.monotonic() + 100
+    later = time.monotonic() + 1000
     everything = [needy, alone, first, second]
     missing = {cell.name for cell in everything}
     begin = pool._next
-    assert begin(everything, missing, [], [], {}, later) is alone
-    assert begin(everything, missing, [], [second], {}, later) is first
-    assert begin(everything, missing, [], [alone], {}, later) is None
-    assert begin([needy], {"needy"}, [], [second], {}, later) is needy
-    assert begin([needy], {"needy", "first"}, ["first"], [], {}, later) is None
-    assert begin([first], {"first"}, [], [], {pool._kind(first): 101.0}, later) is None  # it would not end by then
+    assert begin(everything, missing, [], {}, later) is alone
+    assert begin(everything, missing, [second], {}, later) is None  # which alone waits for
+    assert begin([needy, first], missing, [second], {}, later) is first
+    assert begin(everything, missing, [alone], {}, later) is None
+    assert begin([needy], {"needy"}, [second], {}, later) is needy
+    assert begin([needy], {"needy", "first"}, [], {}, later) is None
+    assert begin([first], {"first"}, [], {pool._kind(first): 1001.0}, later) is None  # it would not end by then
+    assert begin([first], {"first"}, [], {}, time.monotonic() + 100) is None  # nor would one of an unknown kind
+    assert begin([first], {"first"}, [], {pool._kind(first): 50.0}, time.monotonic() + 100) is first
+    lengths = [cells.Cell(name="x", part="e", work="step", settings={"response": n}) for n in (1, 2)]
+    assert len({pool._kind(cell) for cell in lengths}) == 2
 
 
 def test_results_are_lines_and_the_last_counts(evidence, tmp_path):
@@ -116,3 +126,85 @@ def test_a_cell_from_the_command_line(tmp_path):
     listed = subprocess.run([*command, "--list"], capture_output=True, text=True).stdout
     assert "done  trial-under-dense-s0" in listed
     assert "      trial-under-start" in listed
+
+
+def test_a_failing_process_is_replaced_and_its_cell_tried_once_more(evidence, tmp_path, capfd, monkeypatch):
+    """The first of two cells always fails; the second is done by another process."""
+    cells, pool = evidence
+    monkeypatch.setattr(pool, "_worker", failing_worker)
+    args = argparse.Namespace(minutes=60.0, jobs=1, device="cpu", models=tmp_path, results=tmp_path / "results")
+    made = [cells.Cell(name=name, part="a", work="train") for name in ("bad", "good")]
+    assert pool.run(made, args, {}) == ["bad"]
+    assert list(cells.read_results(args.results, ("a",))) == ["good"]
+    said = [line for line in capfd.readouterr().err.splitlines() if line.startswith("bad")]
+    assert [line.split(":")[0] for line in said] == ["bad failed; once more later", "bad failed"]
+
+
+def failing_worker(connection, device, models):
+    """A process whose every cell fails after the first that did, as after a CUDA error."""
+    poisoned = False
+    while True:
+        cell = connection.recv()
+        poisoned |= cell.name == "bad"
+        connection.send({"error": "x"} if poisoned else {"cell": cell.name, "part": cell.part, "seconds": 1.0})
+
+
+def test_done_with_other_settings_is_not_done(evidence):
+    cells, pool = evidence
+    cell = cells.Cell(name="x", part="c", work="matrix", settings={"budgets": (1, 2)})
+    assert pool._done(cell, {"x": {"settings": {"budgets": [1, 2]}}})
+    assert not pool._done(cell, {"x": {"settings": {"budgets": [1, 3]}}})
+    assert not pool._done(cell, {})
+
+
+def test_a_start_model_is_never_made_anew_unasked(evidence, tmp_path, monkeypatch):
+    """Its cell is done, its model gone: a run would begin with other weights than those before it."""
+    cells, pool = evidence
+    (warm,) = cells.warm_cells(cells.LONG)
+    record = {"cell": warm.name, "part": "warm", "settings": warm.settings, "results": {}, "seconds": 300.0}
+    cells.write_result(tmp_path, record)
+    begun = []
+    monkeypatch.setattr(pool, "run", lambda cells, args, longest: begun.append(([c.name for c in cells], longest)))
+    folders = ["--results", str(tmp_path), "--models", str(tmp_path / "models"), "--only"]
+    for only in ("long-dense-s0", "long-warm"):
+        monkeypatch.setattr(sys, "argv", ["part_a.py", *folders, only])
+        with pytest.raises(SystemExit) as end:
+            pool.main({}, None)
+        assert ("carry it there" in str(end.value)) == (only == "long-dense-s0")
+    assert begun == [(["long-warm"], {pool._kind(warm): 300.0})]
+
+
+@pytest.mark.parametrize("accuracy", [0.5, 0.7, 0.9])
+def test_a_start_model_appears_whole_and_within_range(evidence, tmp_path, monkeypatch, accuracy):
+    """Its script writes beside the place where cells look, and what cannot gain or lose is no start."""
+    cells, _ = evidence
+    import work
+
+    def script(command, **_):
+        folder = Path(command[2])
+        assert folder.name == "long-warm.part"
+        folder.mkdir()
+        (folder / "model.safetensors").write_bytes(b"weights")
+        (folder / "training.json").write_text(json.dumps({"accuracy": accuracy}))
+        return argparse.Namespace(returncode=0, stdout="step 1")
+
+    monkeypatch.setattr(work.subprocess, "run", script)
+    (cell,) = cells.warm_cells(cells.LONG)
+    if accuracy != 0.7:
+        with pytest.raises(RuntimeError, match=r"between 0\.55 and 0\.85"):
+            work.warm(cell, "cpu", tmp_path)
+        assert not (tmp_path / "long-warm").exists()
+        return
+    assert work.warm(cell, "cpu", tmp_path)["start"] == hashlib.sha256(b"weights").hexdigest()
+    assert (tmp_path / "long-warm" / "training.json").exists()
+
+
+@pytest.mark.slow
+def test_a_run_that_is_no_longer_finite_is_a_result(evidence, tmp_path):
+    cells, _ = evidence
+    import work
+
+    bed = dataclasses.replace(cells.TRIAL, lr=1e25)
+    found = work.train(cells.training("a", bed, "naive", 45, 0), "cpu", tmp_path)
+    assert (found["not_finite"], found["dense"], found["sparse"]) == (True, [None, None], [None, None])
+    assert len(found["curves"]["reward"]) == 1

@@ -8,6 +8,7 @@ depends on. Results are JSON lines, one a cell; of two lines with one name the l
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -54,6 +55,7 @@ class Testbed:
     budgets: tuple[int, int, int] = (67, 45, 32)
     sweep: tuple[int, ...] = (22, 45, 67, 90, 134, 179)
     problems: int = 1024  # held out
+    whole: bool = True  # or without parts b and f, the arms of others and some of part d, which a shorter one has
 
 
 SHORT = Testbed(name="short")
@@ -73,6 +75,7 @@ LONG = Testbed(
     budgets=(254, 127, 63),
     sweep=(63, 127, 254, 381, 508, 761, 1015),
     problems=512,
+    whole=False,
 )
 # A few minutes on a CPU: for trying the scripts, never for evidence.
 TRIAL = Testbed(name="trial", updates=2, prompts=4, n=4, sweep=(22, 45, 67), problems=8)
@@ -87,6 +90,7 @@ class Cell:
     settings: dict[str, Any] = field(default_factory=dict)
     needs: tuple[str, ...] = ()  # cells whose model it starts from
     alone: bool = False  # nothing else may run beside it: it measures time or memory
+    start: bool = False  # makes the model that all of a testbed begin with
 
 
 def training(
@@ -126,7 +130,8 @@ def start(bed: Testbed) -> tuple[str, ...]:
 
 def warm_cells(bed: Testbed) -> list[Cell]:
     return [
-        Cell(name=name, part="warm", work="warm", settings={"testbed": asdict(bed)}, alone=True) for name in start(bed)
+        Cell(name=name, part="warm", work="warm", settings={"testbed": asdict(bed)}, alone=True, start=True)
+        for name in start(bed)
     ]
 
 
@@ -136,7 +141,11 @@ def read_results(folder: Path, parts: Iterable[str]) -> dict[str, dict[str, Any]
     for part in parts:
         path = folder / f"{part}.jsonl"
         for line in path.read_text().splitlines() if path.exists() else ():
-            record = json.loads(line)
+            try:
+                record = json.loads(line)
+            except ValueError:
+                print(f"{path}: a line that was cut off is left out", file=sys.stderr)
+                continue
             found[record["cell"]] = record
     return found
 
@@ -144,5 +153,7 @@ def read_results(folder: Path, parts: Iterable[str]) -> dict[str, dict[str, Any]
 def write_result(folder: Path, record: dict[str, Any]) -> None:
     """Append a line, so that a stop at any moment loses at most the cell at hand."""
     folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / f"{record['part']}.jsonl", "a") as file:
-        file.write(json.dumps(record, separators=(",", ":")) + "\n")
+    path = folder / f"{record['part']}.jsonl"
+    cut = path.exists() and not path.read_bytes().endswith(b"\n")
+    with open(path, "a") as file:
+        file.write("\n" * cut + json.dumps(record, separators=(",", ":")) + "\n")

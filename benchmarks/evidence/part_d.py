@@ -23,10 +23,11 @@ def cells(bed: Testbed) -> list[Cell]:
     found = [measurement(bed, "full", 0, seed) for seed in SEEDS]
     found += [measurement(bed, "rkv", budget, seed) for budget in budgets for seed in SEEDS]
     tried = budgets[:5]  # lenient budgets ruin nobody
+    trained = tried if bed.whole else sorted(bed.budgets)
     for policy in OTHERS:
         found += [measurement(bed, policy, budget, seed) for budget in tried for seed in SEEDS]
-        found += [training("d", bed, "naive", budget, seed, policy=policy) for budget in tried for seed in SEEDS]
-    others = [budget for budget in tried if budget not in bed.budgets]
+        found += [training("d", bed, "naive", budget, seed, policy=policy) for budget in trained for seed in SEEDS]
+    others = [budget for budget in trained if budget not in bed.budgets]
     return found + [training("d", bed, "naive", budget, seed) for budget in others for seed in SEEDS]
 
 

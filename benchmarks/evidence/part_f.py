@@ -16,6 +16,8 @@ UPDATES = 4
 
 
 def cells(bed: Testbed) -> list[Cell]:
+    if not bed.whole:
+        return []
     middle = bed.budgets[1]
     arms = [("dense", 0), ("naive", middle), ("sparse_rl", middle), ("sparse_rl_release", middle), ("tis", middle)]
     return [training("f", bed, arm, budget, seed, updates=UPDATES) for arm, budget in arms for seed in SEEDS]

@@ -28,7 +28,8 @@ SETTINGS = {
 
 def cells(_: Testbed) -> list[Cell]:
     """The same whatever the testbed."""
-    found = [Cell(name="smollm2-start", part="smollm2", work="begin", settings=SETTINGS | {"seed": 0}, alone=True)]
+    own = SETTINGS | {"seed": 0}
+    found = [Cell(name="smollm2-start", part="smollm2", work="begin", settings=own, alone=True, start=True)]
     for seed in SEEDS:
         for arm in ARMS:
             own = SETTINGS | {"arm": arm, "seed": seed}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import gc
 import importlib
+import json
 import multiprocessing
 import os
 import signal
@@ -25,6 +26,8 @@ from cells import RESULTS, TESTBEDS, Cell, Testbed, read_results, warm_cells, wr
 
 PARTS = ("warm", "a", "b", "c", "d", "e", "f", "smollm2")
 MODELS = Path("runs/evidence/models")
+# Seconds of a cell, where none of its kind is done.
+GUESS = {"warm": 480, "train": 240, "matrix": 90, "measure": 45, "step": 120, "begin": 420, "arm": 420}
 
 
 def main(parts: dict[str, Callable[[Testbed], list[Cell]]], description: str | None) -> None:
@@ -43,7 +46,8 @@ def main(parts: dict[str, Callable[[Testbed], list[Cell]]], description: str | N
     beds = [TESTBEDS[name] for name in args.testbed]
     listed = {cell.name: cell for make in parts.values() for bed in beds for cell in make(bed)}
     known = listed | {cell.name: cell for bed in beds for make in (warm_cells, *_makers()) for cell in make(bed)}
-    done = read_results(args.results, PARTS)
+    results = read_results(args.results, PARTS)
+    done = {name for name, cell in known.items() if _done(cell, results)}
     if args.list:
         for name in listed:
             print(f"{'done' if name in done else '    '}  {name}")
@@ -52,7 +56,17 @@ def main(parts: dict[str, Callable[[Testbed], list[Cell]]], description: str | N
     for name in chosen:
         if name not in known:
             sys.exit(f"there is no cell {name!r}; --list names them.")
-    failed = run([known[name] for name in with_needs(chosen, known, args.models)], args)
+    ordered = with_needs(chosen, known, args.models)
+    for name in ordered:
+        if name in done and name not in chosen and known[name].start:
+            sys.exit(
+                f"{name} is done, but its model is not in {args.models}: carry it there, so that all runs begin with "
+                f"the same weights, or make it anew with --only {name}, and then every result that began with it."
+            )
+    longest: dict[str, float] = {}  # seconds of the slowest cell of each kind so far
+    for name in results.keys() & known.keys():
+        _note(longest, known[name], results[name]["seconds"])
+    failed = run([known[name] for name in ordered], args, longest)
     sys.exit(1 if failed else 0)
 
 
@@ -71,25 +85,26 @@ def with_needs(names: list[str], known: dict[str, Cell], models: Path) -> list[s
     return list(ordered)
 
 
-def run(cells: list[Cell], args: argparse.Namespace) -> list[str]:
+def run(cells: list[Cell], args: argparse.Namespace, longest: dict[str, float]) -> list[str]:
     """Run all there is time for; the names of those that failed."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the processes end too
-    began, waiting, failed = time.monotonic(), list(cells), []
+    began, waiting = time.monotonic(), list(cells)
+    failed: list[Cell] = []
+    tried: set[str] = set()  # failed once, and tried again behind the others
     deadline = began + 60 * args.minutes
     missing = {cell.name for cell in cells}
     context = multiprocessing.get_context("spawn")
     workers: dict[Connection, tuple[Any, Cell | None]] = {}
-    longest: dict[str, float] = {}  # seconds of the slowest cell of each kind so far
     finished = 0
     while True:
         for connection, (_, at_hand) in list(workers.items()):
             busy = [cell for _, cell in workers.values() if cell is not None]
-            if at_hand is None and (cell := _next(waiting, missing, failed, busy, longest, deadline)) is not None:
+            if at_hand is None and (cell := _next(waiting, missing, busy, longest, deadline)) is not None:
                 waiting.remove(cell)
                 workers[connection] = (workers[connection][0], cell)
                 connection.send(cell)
         busy = [cell for _, cell in workers.values() if cell is not None]
-        startable = _next(waiting, missing, failed, busy, longest, deadline) is not None
+        startable = _next(waiting, missing, busy, longest, deadline) is not None
         if startable and len(workers) < args.jobs:
             ours, theirs = context.Pipe()
             process = context.Process(target=_worker, args=(theirs, args.device, args.models), daemon=True)
@@ -105,18 +120,22 @@ def run(cells: list[Cell], args: argparse.Namespace) -> list[str]:
             assert cell is not None
             try:
                 record = ready.recv()
-                workers[ready] = (process, None)
             except (EOFError, OSError):  # the process is gone, with its cell
                 record = {"error": "the process died; was it out of memory?"}
-                del workers[ready]
+            workers[ready] = (process, None)
             if "error" in record:
-                failed.append(cell.name)
-                print(f"{cell.name} failed: {record['error']}", file=sys.stderr, flush=True)
+                del workers[ready]
+                process.kill()  # a CUDA error stays with its process
+                ready.close()
+                again = cell.name not in tried
+                then = "; once more later" if again else ""
+                print(f"{cell.name} failed{then}: {record['error']}", file=sys.stderr, flush=True)
+                tried.add(cell.name)
+                (waiting if again else failed).append(cell)
                 continue
             missing.discard(cell.name)
             finished += 1
-            kind = _kind(cell)
-            longest[kind] = max(longest.get(kind, 0.0), record["seconds"])
+            _note(longest, cell, record["seconds"])
             write_result(args.results, record)
             clock = time.monotonic() - began
             print(f"[{finished}/{len(cells)}, {clock:.0f} s] {cell.name} {record['seconds']:.0f} s", flush=True)
@@ -126,36 +145,49 @@ def run(cells: list[Cell], args: argparse.Namespace) -> list[str]:
     print(
         f"{finished} cells in {time.monotonic() - began:.0f} s, {len(failed)} failed, {len(waiting)} left", flush=True
     )
-    return failed
+    return [cell.name for cell in failed]
 
 
 def _next(
     waiting: list[Cell],
     missing: set[str],
-    failed: list[str],
     busy: list[Cell],
     longest: dict[str, float],
     deadline: float,
 ) -> Cell | None:
-    """The next cell that may begin now, if there is one."""
-    if any(cell.alone for cell in busy):
+    """The next cell that may begin now, if there is one; none while one that must be alone waits for the others."""
+    left = deadline - time.monotonic()
+    ready = [
+        cell
+        for cell in waiting
+        if longest.get(_kind(cell), GUESS.get(cell.work, 0.0)) <= left and missing.isdisjoint(cell.needs)
+    ]
+    ready.sort(key=lambda cell: not cell.alone)
+    if not ready or any(cell.alone for cell in busy) or (ready[0].alone and busy):
         return None
-    for cell in waiting:
-        late = time.monotonic() + longest.get(_kind(cell), 0.0) > deadline
-        if late or any(need in missing or need in failed for need in cell.needs) or (cell.alone and busy):
-            continue
-        return cell
-    return None
+    return ready[0]
 
 
 def _kind(cell: Cell) -> str:
     """Cells that take about as long."""
-    return f"{cell.work} {cell.settings.get('testbed', {}).get('name')} {cell.settings.get('updates_per_rollout')}"
+    own = cell.settings
+    return f"{cell.work} {own.get('testbed', {}).get('name')} {own.get('updates_per_rollout')} {own.get('response')}"
+
+
+def _note(longest: dict[str, float], cell: Cell, seconds: float) -> None:
+    longest[_kind(cell)] = max(longest.get(_kind(cell), 0.0), seconds)
+
+
+def _done(cell: Cell, results: dict[str, dict[str, Any]]) -> bool:
+    """Whether there is a result with these very settings."""
+    return cell.name in results and results[cell.name]["settings"] == json.loads(json.dumps(cell.settings))
 
 
 def _worker(connection: Connection, device: str, models: Path) -> None:
     """Run what is sent, until the other end is closed."""
     os.environ["OMP_NUM_THREADS"] = "1"
+    signal.signal(signal.SIGINT, lambda *_: None)  # the pool's to hear; a trainer would save and go on
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(143))
     import torch
     from transformers.utils.logging import disable_progress_bar
 

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Several parts in one pool of processes, so that none waits for the end of another.
 
-python benchmarks/evidence/several.py a c d b f --testbed short --jobs 14 --minutes 9
+What is named first begins first, behind what it needs: c brings those runs of part a whose models it evaluates.
+
+python benchmarks/evidence/several.py c a d b f --testbed short --jobs 14 --minutes 9
 """
 
 from __future__ import annotations

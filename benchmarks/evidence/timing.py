@@ -65,11 +65,12 @@ def step(cell: Cell, device: str, models: Path) -> dict[str, Any]:
     found["score_s"] = clock(place) - began
     log_xi = torch.cat([d.dense_logprobs - r.sampler_logprobs for d, r in zip(dense, rollouts, strict=True)]).to(place)
     found["correct_s"] = correcting(log_xi, rollouts, place)
-    for name, preset in (("plain", "none"), ("corrected", "reweight_only")):
+    for name, preset in (("plain", "none"), ("corrected", "reweight_only")) * 2:  # twice, in turn: the faster counts
         began = clock(place)
         with peaks("update"):
             learn(args, learner, rollouts, guards, preset)
-        found[f"update_{name}_s"] = clock(place) - began
+        seconds = clock(place) - began
+        found[f"update_{name}_s"] = min(seconds, found.get(f"update_{name}_s", seconds))
     bytes_ = {stage: int(peaks.bytes.get(f"memory/{stage}_peak_bytes", 0)) for stage in ("rollout", "update")}
     found |= {f"{stage}_peak_bytes": most for stage, most in bytes_.items()}
     found["halved"] = guards.state()

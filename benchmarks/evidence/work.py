@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 import subprocess
 import sys
 import tempfile
 from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ from cells import HERE, Cell
 from sparse_rl.evaluate import EvalConfig, evaluate
 from sparse_rl.kv import Full, KVPolicy, build_policy
 from sparse_rl.metrics import read_log
-from sparse_rl.model.load import LoadedModel, load
+from sparse_rl.model.load import EMBEDDED, LoadedModel, load
 from sparse_rl.objective.correction import PRESETS
 from sparse_rl.objective.mismatch import CATASTROPHIC, diagnose, overlap_bounds, overlap_ids
 from sparse_rl.rollout import Engine, EngineConfig, Sampling
@@ -44,21 +46,32 @@ CURVES = {  # of metrics.jsonl, by short name
     "rollout_s": "time/rollout_s",
     "update_s": "time/update_s",
 }
+BEGAN = "began_with"  # file beside a trained model: the hash of the weights before
 CHECKS = 3  # parts of a run, after each of which dense accuracy is looked at
 MEASURED, MEASURED_N = 64, 8  # prompts and completions of a measurement before training
 ROWS = 1024
+STARTS_N = 4  # samples a problem before training: every run is compared with it
+STARTS = (0.55, 0.85)  # accuracy of a testbed's model before training
 
 
 def warm(cell: Cell, device: str, models: Path) -> dict[str, Any]:
     """The testbed's model, by the repository's own script."""
-    folder = models / cell.name
+    folder, part = models / cell.name, part_of(models / cell.name)
     script = HERE.parents[1] / "scripts" / "pretrain_chain.py"
-    command = [sys.executable, str(script), str(folder), *cell.settings["testbed"]["warm"], "--device", device]
+    command = [sys.executable, str(script), str(part), *cell.settings["testbed"]["warm"], "--device", device]
     made = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if made.returncode:
         raise RuntimeError(made.stdout[-1500:])
     log = [line for line in made.stdout.splitlines() if line.startswith("step ")]
-    return {"training": json.loads((folder / "training.json").read_text()), "log": log[:: max(1, len(log) // 12)]}
+    training = json.loads((part / "training.json").read_text())
+    least, most = STARTS
+    if not least <= training["accuracy"] <= most:
+        raise RuntimeError(
+            f"{cell.name} ended at accuracy {training['accuracy']}; a start lies between {least} and {most}, so that "
+            "arms can gain and lose. Change --accuracy, --seconds or --noise of the testbed."
+        )
+    place(part, folder)
+    return {"start": began_with(folder), "training": training, "log": log[:: max(1, len(log) // 12)]}
 
 
 def train(cell: Cell, device: str, models: Path) -> dict[str, Any]:
@@ -69,7 +82,7 @@ def train(cell: Cell, device: str, models: Path) -> dict[str, Any]:
     if settings["eps"]:
         correction = replace(correction, veto=settings["eps"])
     scratch = Path(tempfile.mkdtemp(prefix="evidence-"))
-    checks = Checks(loaded, task, bed)
+    checks = Checks(engine_of(loaded, Full(), bed), task, bed)
     trainer = Trainer(
         loaded,
         task,
@@ -94,19 +107,25 @@ def train(cell: Cell, device: str, models: Path) -> dict[str, Any]:
         ),
         observers=(checks,),
     )
+    not_finite = False
     try:
-        trainer.train()
+        try:
+            trainer.train()
+        except FloatingPointError:  # a result: the run has collapsed
+            not_finite = True
         steps = [line for line in read_log(scratch / "run" / "metrics.jsonl") if line["step"]]
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
         trainer.engine.release()
     if settings["keep"]:
-        save(loaded, models / cell.name)
+        save(loaded, models / cell.name, began_with(start_of(bed, models)))
     sparse = policy if settings["budget"] else policy_of("rkv", bed["budgets"][1], bed)
     return {
-        "dense": accuracy(loaded, task, Full(), bed),
-        "sparse": accuracy(loaded, task, sparse, bed),
+        "start": began_with(start_of(bed, models)),
+        "dense": accuracy(checks.engine, task, bed["problems"]),
+        "sparse": accuracy(engine_of(loaded, sparse, bed), task, bed["problems"]),
         "checks": checks.found,
+        "not_finite": not_finite,
         "curves": {short: [rounded(line.get(name)) for line in steps] for short, name in CURVES.items()},
     }
 
@@ -114,13 +133,13 @@ def train(cell: Cell, device: str, models: Path) -> dict[str, Any]:
 def matrix(cell: Cell, device: str, models: Path) -> dict[str, Any]:
     """A trained model under several caches."""
     bed = cell.settings["testbed"]
-    loaded = load(str(models / cell.needs[0]), dtype=dtype_of(bed, device), device=device) if cell.needs else None
-    loaded, task = loaded or start(bed, device, models), task_of(bed)
-    found = {"full": accuracy(loaded, task, Full(), bed)}
+    folder = models / cell.needs[0] if cell.needs else EMBEDDED
+    loaded, task = load(str(folder), dtype=dtype_of(bed, device), device=device), task_of(bed)
+    policies = {"full": policy_of("full", 0, bed)}
     for name in cell.settings["policies"]:
-        for budget in cell.settings["budgets"]:
-            found[f"{name}:{budget}"] = accuracy(loaded, task, policy_of(name, budget, bed), bed)
-    return {"matrix": found}
+        policies |= {f"{name}:{budget}": policy_of(name, budget, bed) for budget in cell.settings["budgets"]}
+    found = {name: accuracy(engine_of(loaded, policy, bed), task, bed["problems"]) for name, policy in policies.items()}
+    return {"start": began_with(folder), "matrix": found}
 
 
 @torch.no_grad()
@@ -139,19 +158,21 @@ def measure(cell: Cell, device: str, models: Path) -> dict[str, Any]:
     engine.release()
     rewards = task.rewards.grade(rollouts, loaded.tokenizer).rewards.view(count, MEASURED_N)
     return {
+        "start": began_with(start_of(bed, models)),
         "reward": rounded(float(rewards.mean())),
         "reward_se": rounded(float(rewards.mean(dim=1).std()) / count**0.5),
         "kv_saved": rounded(kv_saved_frac(rollouts)),
         **mismatch(loaded, rollouts, bed["max_tokens"]),
-        "accuracy": {"dense": accuracy(loaded, task, Full(), bed), "sparse": accuracy(loaded, task, policy, bed)}
-        if settings["seed"] == 0
+        "prompt_len": task.prompt_len,
+        "accuracy": {"dense": accuracy(engine_of(loaded, policy, bed), task, bed["problems"], STARTS_N)}
+        if settings["policy"] == "full" and settings["seed"] == 0
         else None,
     }
 
 
-def mismatch(loaded: LoadedModel, rollouts: list[Rollout], max_tokens: int) -> dict[str, Any]:
+def mismatch(loaded: LoadedModel, rollouts: list[Rollout], max_tokens: int, temperature: float = 1.0) -> dict[str, Any]:
     """Statistics of log xi and overlap over rollouts, and the token at which a veto would end each."""
-    dense = score(loaded.model, rollouts, max_tokens=max_tokens)
+    dense = score(loaded.model, rollouts, temperature=temperature, max_tokens=max_tokens)
     lengths = torch.tensor([len(rollout.token_ids) for rollout in rollouts])
     rows = torch.arange(len(rollouts)).repeat_interleave(lengths)
     log_xi = torch.cat([d.dense_logprobs - r.sampler_logprobs for d, r in zip(dense, rollouts, strict=True)])
@@ -178,29 +199,44 @@ def mismatch(loaded: LoadedModel, rollouts: list[Rollout], max_tokens: int) -> d
 class Checks(Observer):
     """Dense accuracy on some held-out problems, a few times in a run."""
 
-    def __init__(self, loaded: LoadedModel, task: Chain, bed: dict[str, Any]) -> None:
-        self.loaded, self.task, self.bed = loaded, task, bed | {"problems": bed["problems"] // 2}
+    def __init__(self, engine: Engine, task: Chain, bed: dict[str, Any]) -> None:
+        self.engine, self.task, self.bed = engine, task, bed
         self.every = max(1, -(-bed["updates"] // CHECKS))
         self.found: list[list[float | None]] = []  # step, accuracy, standard error
 
     def on_log(self, metrics: dict[str, Any]) -> None:
         step = metrics["step"]
         if step and step % self.every == 0 and step < self.bed["updates"]:
-            self.found.append([step, *accuracy(self.loaded, self.task, Full(), self.bed)])
+            self.found.append([step, *accuracy(self.engine, self.task, self.bed["problems"] // 2)])
 
 
-def accuracy(loaded: LoadedModel, task: Chain, policy: KVPolicy, bed: dict[str, Any]) -> list[float | None]:
-    """Of held-out problems at temperature 1, and its standard error over them."""
-    engine = Engine(loaded, policy, EngineConfig(rows=min(ROWS, bed["problems"]), compile=False))
-    sampling = EvalConfig().sampling(task.chain_len + 16)
-    found = evaluate(engine, task.held_out(bed["problems"]), sampling, task.rewards)
+def engine_of(loaded: LoadedModel, policy: KVPolicy, bed: dict[str, Any]) -> Engine:
+    return Engine(loaded, policy, EngineConfig(rows=min(ROWS, bed["problems"]), compile=False))
+
+
+def accuracy(engine: Engine, task: Chain, problems: int, n: int = 1) -> list[float | None]:
+    """Of held-out problems at temperature 1, and its standard error over them; none of a model that is not finite."""
+    sampling = EvalConfig(n=n).sampling(task.chain_len + 16)
+    try:
+        found = evaluate(engine, task.held_out(problems), sampling, task.rewards)
+    except FloatingPointError:
+        return [None, None]
     engine.release()
     return [rounded(found["reward"]), rounded(found["reward_se"])]
 
 
 def start(bed: dict[str, Any], device: str, models: Path) -> LoadedModel:
-    name = bed["model"] if bed["model"] == "embedded" else str(models / bed["model"])
-    return load(name, dtype=dtype_of(bed, device), device=device)
+    return load(str(start_of(bed, models)), dtype=dtype_of(bed, device), device=device)
+
+
+def start_of(bed: dict[str, Any], models: Path) -> Path:
+    return EMBEDDED if bed["model"] == "embedded" else models / bed["model"]
+
+
+def began_with(folder: Path) -> str:
+    """The hash of the weights that a model's training began with: its own, unless a cell trained it."""
+    note = folder / BEGAN
+    return note.read_text() if note.exists() else sha256((folder / "model.safetensors").read_bytes()).hexdigest()
 
 
 def dtype_of(bed: dict[str, Any], device: str) -> torch.dtype:
@@ -215,11 +251,25 @@ def policy_of(name: str, budget: int, bed: dict[str, Any]) -> KVPolicy:
     return Full() if name == "full" else build_policy(name, budget=budget, interval=bed["interval"])
 
 
-def save(loaded: LoadedModel, folder: Path) -> None:
+def save(loaded: LoadedModel, folder: Path, began: str) -> None:
+    part = part_of(folder)
+    loaded.tokenizer.save_pretrained(part)
+    loaded.model.save_pretrained(part)
+    (part / BEGAN).write_text(began)
+    place(part, folder)
+
+
+def part_of(folder: Path) -> Path:
+    """Where a model is written: what has its own name is whole."""
+    part = folder.with_name(f"{folder.name}.part")
+    shutil.rmtree(part, ignore_errors=True)
+    return part
+
+
+def place(part: Path, folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
-    loaded.tokenizer.save_pretrained(folder)
-    loaded.model.save_pretrained(folder)
+    os.replace(part, folder)
 
 
 def rounded(value: float | None) -> float | None:
-    return None if value is None or math.isnan(value) else float(f"{value:.4g}")
+    return None if value is None or math.isnan(value) else float(f"{value:.6g}")

@@ -20,6 +20,7 @@ from sparse_rl.report.evidence import (
     cases,
     compare,
     interval,
+    over_seeds,
     ratio,
     read_evidence,
     survival,
@@ -44,8 +45,22 @@ def state(records, words):
 def test_naive_collapses():
     assert state(made_up.whole(naive=0.4), "Naive") == HOLDS  # starts at 0.8
     assert state(made_up.whole(naive=0.85), "Naive") == FAILS
-    # Down by 0.01 with a standard error of 0.0076: neither clear, nor surely less than 0.02.
-    assert state(made_up.whole(naive=0.79), "Naive") == UNTESTED
+    assert state(one_budget(0.74, 0.74, 0.85), "Naive") == HOLDS  # two of three
+    assert state(one_budget(0.74, 0.85, 0.85), "Naive") == UNTESTED
+    assert state(one_budget(0.779, 0.779, 0.779), "Naive") == FAILS  # down by 0.021, of an error of 0.0112
+    gone = made_up.whole(naive=0.85)
+    for run in [r for r in gone if r["settings"].get("arm") == "naive" and r["part"] == "a"][:2]:
+        run["results"]["not_finite"] = True
+    assert state(gone, "Naive") == HOLDS
+
+
+def one_budget(*ends):
+    """All is well with naive but at one budget, where its three seeds end so."""
+    records = made_up.whole(naive=0.85)
+    own = [r for r in records if r["settings"].get("arm") == "naive" and r["settings"].get("budget") == 40]
+    for run, end in zip(own, ends, strict=True):
+        run["results"]["dense"] = [end, 0.01]
+    return records
 
 
 def test_within_three_percent():
@@ -86,7 +101,7 @@ def test_extreme_budgets():
 def test_tail_against_mean(predicting, expected):
     """Runs of 24 settings; one statistic tells which fail, the others are random."""
     draw = random.Random(3)
-    records = [made_up.before("short", "full", 0)]
+    records = [made_up.before("short", "full", 0), *made_up.seeds("short", "dense", 0, 0.95)]
     for budget in range(20, 44):
         failed = draw.random() < 0.5
         known = {name: draw.random() for name in STATISTICS}
@@ -95,6 +110,24 @@ def test_tail_against_mean(predicting, expected):
         records.append(made_up.before("short", "rkv", budget, **known))
         records += made_up.seeds("short", "naive", budget, 0.5 if failed else 0.85)
     assert tail_beats_mean(Evidence(tuple(records))).state == expected
+    few = [r for r in records if r["settings"]["budget"] < 26]
+    assert "4 of each are needed" in tail_beats_mean(Evidence(tuple(few))).numbers
+    for run in (r for r in records if r["settings"].get("arm") == "dense"):
+        run["results"]["dense"] = [0.85, 0.01]  # it learns too little
+    assert cases(Evidence(tuple(records)), ["naive"]) == []
+
+
+def test_two_perfect_predictors_cannot_be_told_apart():
+    records = [made_up.before("short", "full", 0), *made_up.seeds("short", "dense", 0, 0.95)]
+    for budget in range(20, 30):
+        known = dict.fromkeys(STATISTICS, budget / 100) | {"kl": None}
+        records.append(made_up.before("short", "rkv", budget, **known))
+        records += made_up.seeds("short", "naive", budget, 0.5 if budget < 25 else 0.85)
+    evidence = Evidence(tuple(records))
+    finding = tail_beats_mean(evidence)
+    assert finding.state == UNTESTED
+    assert "cannot be told apart" in finding.numbers
+    assert math.isnan(auc(cases(evidence, ["naive"]), "kl"))  # nowhere known
 
 
 def test_missing_runs_and_a_dense_arm_that_does_not_learn_decide_nothing():
@@ -111,9 +144,14 @@ def test_testbeds_may_differ():
 
 
 def test_comparisons_by_hand():
-    assert compare(Estimate(0.9, 0.03, 3), Estimate(0.79, 0.04, 3)) == "more"  # 0.11 > 2 * 0.05
-    assert compare(Estimate(0.9, 0.03, 3), Estimate(0.81, 0.04, 3)) == "unclear"
-    assert compare(Estimate(0.7, 0.03, 3), Estimate(0.81, 0.04, 3), margin=0.0) == "no more"  # -0.11 + 0.10 < 0
+    assert compare(Estimate(0.9, 0.03, 3), Estimate(0.75, 0.04, 3)) == "more"  # 0.15 > 2.8 * 0.05
+    assert compare(Estimate(0.9, 0.03, 3), Estimate(0.77, 0.04, 3)) == "unclear"
+    assert compare(Estimate(0.7, 0.03, 3), Estimate(0.85, 0.04, 3), margin=0.0) == "no more"  # -0.15 + 0.14 < 0
+    assert compare(Estimate(0.909, 0.0, 3), Estimate(0.9, 0.0, 3), margin=0.0) == "unclear"  # less than 0.01
+    # Seeds that agree by chance: sqrt(0.03^2 + 0.04^2 + 0.12^2) / 3 = 0.13 / 3.
+    assert over_seeds([[0.5, 0.03], [0.5, 0.04], [0.5, 0.12]]).se == pytest.approx(0.13 / 3)
+    assert over_seeds([[0.4, 0.0], [0.6, None], [None, None]]) == Estimate(0.5, pytest.approx(0.1), 2)
+    assert over_seeds([[0.4, 0.02]]) == Estimate(0.4, 0.02, 1)
     assert compare(Estimate(0.9, math.nan, 1), Estimate(0.1, 0.01, 3)) == "unclear"
     found = ratio(Estimate(0.9, 0.03, 3), Estimate(0.6, 0.01, 3))
     assert found.mean == pytest.approx(1.5)
@@ -126,25 +164,44 @@ def test_auc_threshold_and_interval_by_hand():
     assert auc(found, "kl") == 0.75
     assert auc(found, "overlap_mean") == 0.5  # all the same
     assert threshold(found, "kl") == (0.5, 0.75)
+    elsewhere = [case(kl, change, "long") for kl, change in ((0.0, -0.5), (-1.0, 0.0))]
+    assert auc(found + elsewhere, "kl") == 0.8  # a fifth pair; none between testbeds
     assert threshold([case(kl, change) for kl, change in ((1.0, 0.1), (2.0, -0.1))], "kl") == (1.5, 1.0)
     low, high = interval(found, lambda drawn: auc(drawn, "kl"))
     assert 0 <= low < 0.75 <= high <= 1
     assert interval(found, lambda drawn: auc(drawn, "kl")) == (low, high)
 
 
-def case(kl, change):
+def case(kl, change, bed="short"):
     known = dict.fromkeys(STATISTICS, 0.5) | {"kl": kl}
-    return Case(("short", "rkv", int(100 * kl)), known, change)
+    return Case((bed, "rkv", int(100 * kl)), known, change, change < 0)
 
 
 def test_cases_join_runs_with_what_was_measured():
     records = [made_up.before("short", "full", 0), made_up.before("short", "snapkv", 30, kl=0.7)]
     records += [made_up.run("short", "naive", 30, 0, 0.5, policy="snapkv"), made_up.run("short", "naive", 30, 0, 0.9)]
+    records += made_up.seeds("short", "dense", 0, 0.95)
     (found,) = cases(Evidence(tuple(records)), ["naive"])  # nothing was measured for rkv
+    for record in records:
+        record["settings"]["testbed"]["name"] = "trial"
+    assert cases(Evidence(tuple(records)), ["naive"]) == []  # never evidence
     assert (found.known["kl"], found.failed, found.setting) == (0.7, True, ("short", "snapkv", 30))
     assert found.change == pytest.approx(-0.3)
-    places, total, length = survival(Evidence(tuple(records)).before("short", "snapkv", 30))
-    assert (places, total, length) == ([10, 100], 10, 180)
+
+
+def test_the_law_of_a_constant_hazard_by_hand():
+    """Budget 30 + interval 8 - prompt 18: evictions begin at token 20, and half-way to 180 is 100.
+
+    Of ten rollouts one ends before the first eviction, two at 50 and 60, one at 140: 2 vetoes in 30 + 40 + 7 x 80.
+    """
+    record = made_up.before("short", "rkv", 30, first_veto=[140, 50, 10, 60])
+    found = survival(Evidence((record,)), "short", 30)
+    assert (found.begin, found.middle, found.total) == (20, 100, 10)
+    assert found.hazard == pytest.approx(2 / 630)
+    assert [found.left(token) for token in (10, 11, 100, 140, 180)] == pytest.approx([1, 0.9, 0.7, 0.7, 0.6])
+    assert found.law(180) == pytest.approx(0.7 * math.exp(-80 * 2 / 630))
+    assert survival(Evidence((made_up.before("short", "rkv", 200),)), "short", 200) is None  # never full
+    assert survival(Evidence((record,)), "short", 40) is None
 
 
 def test_smollm2_reads_as_a_testbed(tmp_path):
@@ -161,7 +218,7 @@ def test_smollm2_reads_as_a_testbed(tmp_path):
     evidence = read_evidence(made_up.write(tmp_path / "results", [start, *arms]))
     assert evidence.testbeds == ["smollm2"]
     assert evidence.start("smollm2").mean == 0.4
-    assert evidence.end("smollm2", "dense", 0) == Estimate(0.55, 0.0, 3)
+    assert evidence.end("smollm2", "dense", 0) == Estimate(0.55, pytest.approx(0.02 / 3**0.5), 3)
     assert evidence.end("smollm2", "naive", 64, "sparse").mean == 0.3
     assert evidence.under("smollm2", "naive", 64, "rkv:48").count == 3
     assert cases(evidence, ["naive"]) == []  # its overlap is on another scale
@@ -177,6 +234,17 @@ def test_the_later_line_counts_and_a_broken_one_is_named(tmp_path):
         read_evidence(folder)
     with pytest.raises(ValueError, match="is no folder"):
         read_evidence(tmp_path / "nowhere")
+
+
+def test_a_testbed_begins_with_one_model(tmp_path):
+    records = [made_up.run("short", "dense", 0, seed, 0.9) for seed in range(3)]
+    records.append(made_up.run("long", "dense", 0, 0, 0.9))
+    for one, start in zip(records, ("aa", "aa", "aa", "bb"), strict=True):
+        one["results"]["start"] = start
+    assert len(read_evidence(made_up.write(tmp_path, records)).records) == 4
+    records[1]["results"]["start"] = "cc"
+    with pytest.raises(ValueError, match=r"short began with several models, aa \(.*cc \("):
+        read_evidence(made_up.write(tmp_path, records))
 
 
 def test_the_page_and_its_plots(tmp_path):

@@ -30,8 +30,10 @@ STATISTICS = {  # measured before training: what a low or a high value of it war
     "rejection": ("rollouts with a token xi < 1e-4", 1),
 }
 SEEDS = 3
-CLEAR = 2.0  # standard errors
-DROP = 0.02  # accuracy a run must lose for its training to have failed
+CLEAR = 2.8  # standard errors of a difference: Student's t of two times three seeds, 95 %
+LEAST = 0.01  # a difference of accuracy that counts
+DROP, SURE = 0.02, 2.0  # accuracy, and standard errors over problems, that a run must lose to have collapsed
+LEARNS = 0.10  # accuracy that the dense arm must gain
 DRAWS = 1000  # of the bootstrap
 
 
@@ -52,6 +54,13 @@ class Evidence:
             r["settings"]["testbed"] for r in self.records if r["settings"].get("testbed", {}).get("name") == testbed
         )
         return found
+
+    def arms(self, testbed: str) -> tuple[str, ...]:
+        """Those planned there."""
+        bed = self.bed(testbed)
+        if bed.get("whole"):
+            return ARMS
+        return ARMS[:5] if "sweep" in bed else ("dense", "naive", "sparse_rl")
 
     def part(self, name: str) -> list[Record]:
         return [record for record in self.records if record["part"] == name]
@@ -91,13 +100,17 @@ class Evidence:
         """Accuracy before training, dense cache; its error is over problems."""
         for record in self.before(testbed, "full", 0):
             if record["results"]["accuracy"]:
-                mean, se = record["results"]["accuracy"]["dense"]
-                return Estimate(mean, se, 1)
+                return over_seeds([record["results"]["accuracy"]["dense"]])
         return self.under(testbed, "start", 0, "full")
 
     def end(self, testbed: str, arm: str, budget: int, cache: str = "dense", **which: Any) -> Estimate:
         """Accuracy after training, over seeds."""
-        return estimate(r["results"][cache][0] for r in self.runs(testbed, arm, budget, **which))
+        return over_seeds([r["results"][cache] for r in self.runs(testbed, arm, budget, **which)])
+
+    def gain(self, testbed: str) -> Estimate:
+        """What the dense arm learns."""
+        start, end = self.start(testbed), self.end(testbed, "dense", 0)
+        return Estimate(end.mean - start.mean, math.hypot(end.se, start.se), min(end.count, SEEDS * start.count))
 
     def curve(self, testbed: str, arm: str, budget: int, name: str, at: slice, **which: Any) -> Estimate:
         """A curve's mean over some of the steps, over seeds."""
@@ -105,13 +118,10 @@ class Evidence:
         return estimate(_mean(r["results"]["curves"][name][at]) for r in runs)
 
     def under(self, testbed: str, arm: str, trained_at: int, cache: str) -> Estimate:
-        """Part c: accuracy under a cache, over seeds; the model before training has one, its error over problems."""
+        """Part c: accuracy under a cache, over seeds."""
         found = [r for r in self.records if "matrix" in r["results"] and _bed(r) == testbed]
         found = [r for r in found if (r["settings"]["arm"], r["settings"]["trained_at"]) == (arm, trained_at)]
-        values = [r["results"]["matrix"][cache] for r in found if cache in r["results"]["matrix"]]
-        if arm == "start" and values:
-            return Estimate(values[0][0], values[0][1], 1)
-        return estimate(value for value, _ in values)
+        return over_seeds([r["results"]["matrix"][cache] for r in found if cache in r["results"]["matrix"]])
 
 
 def read_evidence(folder: Path) -> Evidence:
@@ -126,13 +136,35 @@ def read_evidence(folder: Path) -> Evidence:
                 found[record["cell"]] = record
             except (ValueError, KeyError, TypeError) as error:
                 raise ValueError(f"{path}, line {number}, is not the record of a cell; remove it.") from error
+    _check_starts(found.values())
     return Evidence(tuple(found.values()))
 
 
+def over_seeds(found: Sequence[Sequence[float | None]]) -> Estimate:
+    """Of accuracies with their errors over problems: the error over seeds, but no less than what problems explain.
+
+    Three seeds may agree by chance; one has its error over problems alone.
+    """
+    known = [(mean, se or 0.0) for mean, se in found if mean is not None]
+    over = estimate(mean for mean, _ in known)
+    if not known:
+        return over
+    problems = math.sqrt(math.fsum(se * se for _, se in known)) / len(known)
+    return Estimate(over.mean, problems if math.isnan(over.se) else max(over.se, problems), over.count)
+
+
+def collapsed(run: Record, start: Estimate) -> bool:
+    """Whether a run lost accuracy, more than chance over problems explains, or ended since updates were not finite."""
+    end, se = run["results"]["dense"]
+    if end is None or run["results"].get("not_finite"):
+        return True
+    return start.mean - end > max(DROP, SURE * math.hypot(se or 0.0, start.se))
+
+
 def compare(first: Estimate, second: Estimate, margin: float = DROP) -> Literal["more", "no more", "unclear"]:
-    """Whether the first is above the second by more than two standard errors, or surely by less than the margin."""
+    """Whether the first is clearly above the second, or surely by less than the margin."""
     difference, error = first.mean - second.mean, math.hypot(first.se, second.se)
-    if difference > CLEAR * error:
+    if difference > CLEAR * error and difference >= LEAST:
         return "more"
     return "no more" if difference + CLEAR * error < margin else "unclear"
 
@@ -151,58 +183,63 @@ class Case:
     """A training run with what was known before it."""
 
     setting: tuple[str, str, int]  # testbed, policy, budget
-    known: dict[str, float]  # by statistic, mean over seeds
+    known: dict[str, float | None]  # by statistic, mean over seeds
     change: float  # of dense accuracy
-
-    @property
-    def failed(self) -> bool:
-        return self.change < -DROP
+    failed: bool
 
 
 def cases(evidence: Evidence, arms: Sequence[str]) -> list[Case]:
-    """Every run of these arms with one update a rollout and the preset's own threshold.
+    """Every run of these arms with one update a rollout and the preset's own threshold, where the dense arm learns.
 
     Of chains alone: with a large vocabulary overlap is a lower bound, which lies on another scale.
     """
     found = []
+    beds = [bed for bed in evidence.testbeds if bed != "trial" and evidence.gain(bed).mean >= LEARNS]
     for run in evidence.trained():
         own = run["settings"]
         if own["arm"] not in arms or own["updates_per_rollout"] != 1 or own["eps"] or "sweep" not in own["testbed"]:
             continue
         setting = (_bed(run), own["policy"], own["budget"])
         measured, start = evidence.before(*setting), evidence.start(setting[0])
-        if measured and start.count:
-            known = {name: _mean([record["results"][name] for record in measured]) or 0.0 for name in STATISTICS}
-            found.append(Case(setting, known, run["results"]["dense"][0] - start.mean))
+        if measured and setting[0] in beds:
+            known = {name: _mean([record["results"][name] for record in measured]) for name in STATISTICS}
+            end = run["results"]["dense"][0]
+            change = math.nan if end is None else end - start.mean
+            found.append(Case(setting, known, change, collapsed(run, start)))
     return found
 
 
 def auc(found: Sequence[Case], name: str) -> float:
-    """The chance that the statistic warns more of a failed run than of a good one; ties count half."""
-    sign = STATISTICS[name][1]
-    failed = [sign * case.known[name] for case in found if case.failed]
-    good = sorted(sign * case.known[name] for case in found if not case.failed)
-    if not failed or not good:
-        return math.nan
-    wins = sum((bisect_left(good, bad) + bisect_right(good, bad)) / 2 for bad in failed)
-    return wins / (len(failed) * len(good))
+    """The chance that the statistic warns more of a failed run than of a good one of the same testbed; ties: half."""
+    wins, pairs = 0.0, 0
+    for bed in {case.setting[0] for case in found}:
+        own = [(value, case.failed) for value, case in _warning(found, name) if case.setting[0] == bed]
+        good = sorted(value for value, failed in own if not failed)
+        bads = [value for value, failed in own if failed]
+        wins += sum((bisect_left(good, bad) + bisect_right(good, bad)) / 2 for bad in bads)
+        pairs += len(good) * len(bads)
+    return wins / pairs if pairs else math.nan
 
 
 def threshold(found: Sequence[Case], name: str) -> tuple[float, float]:
     """The cut with the best mean of the two rates of being right, half-way between neighbours; and that mean."""
-    sign = STATISTICS[name][1]
-    values = sorted({case.known[name] for case in found})
+    warnings = _warning(found, name)
     best = (math.nan, 0.0)
-    for low, high in pairwise(values):
+    for low, high in pairwise(sorted({value for value, _ in warnings})):
         cut = (low + high) / 2
-        warned = [sign * case.known[name] > sign * cut for case in found]
         rates = []
         for outcome in (True, False):
-            own = [w == outcome for w, case in zip(warned, found, strict=True) if case.failed == outcome]
+            own = [(value > cut) == outcome for value, case in warnings if case.failed == outcome]
             rates.append(sum(own) / len(own) if own else math.nan)
         if sum(rates) / 2 > best[1]:
-            best = (cut, sum(rates) / 2)
+            best = (STATISTICS[name][1] * cut, sum(rates) / 2)
     return best
+
+
+def _warning(found: Sequence[Case], name: str) -> list[tuple[float, Case]]:
+    """The statistic of each case that has it, so turned that a high value warns."""
+    given = [(case.known[name], case) for case in found]
+    return [(STATISTICS[name][1] * value, case) for value, case in given if value is not None]
 
 
 def interval(found: Sequence[Case], value: Callable[[Sequence[Case]], float]) -> tuple[float, float]:
@@ -222,12 +259,61 @@ def interval(found: Sequence[Case], value: Callable[[Sequence[Case]], float]) ->
     return values[int(0.025 * len(values))], values[int(0.975 * len(values))]
 
 
-def survival(records: Iterable[Record]) -> tuple[list[int], int, float]:
-    """The tokens at which vetoes fall, rollouts in all, and their mean length."""
-    given = list(records)
+@dataclass(frozen=True, slots=True)
+class Survival:
+    """Rollouts without a veto so far, by token, and the law of a constant hazard from the first eviction on.
+
+    The hazard is fitted up to half-way from there to the end; the law foretells the rest.
+    """
+
+    places: tuple[int, ...]  # tokens at which vetoes fall, in order
+    total: int  # rollouts
+    length: float  # their mean
+    begin: float  # token of the first eviction
+
+    @property
+    def middle(self) -> float:
+        return (self.begin + self.length) / 2
+
+    @property
+    def hazard(self) -> float:
+        """Vetoes a token, of rollouts without one."""
+        vetoes = bisect_left(self.places, self.middle) - bisect_left(self.places, self.begin)
+        tokens = [min(place, self.middle) - self.begin for place in self.places if place >= self.begin]
+        exposed = math.fsum(tokens) + (self.total - len(self.places)) * (self.middle - self.begin)
+        return vetoes / exposed if exposed > 0 else math.nan
+
+    def left(self, token: float) -> float:
+        """The share of rollouts without a veto before the token."""
+        return 1 - bisect_left(self.places, token) / self.total
+
+    def law(self, token: float) -> float:
+        """What the hazard foretells for a token behind the middle."""
+        return self.left(self.middle) * math.exp(-self.hazard * (token - self.middle))
+
+
+def survival(evidence: Evidence, testbed: str, budget: int) -> Survival | None:
+    """Of R-KV before training; None if nothing was measured or the cache is never full."""
+    given = evidence.before(testbed, "rkv", budget)
+    length = _mean(record["results"]["length"] for record in given)
+    if length is None:
+        return None
+    begin = max(0, budget + evidence.bed(testbed)["interval"] - given[0]["results"]["prompt_len"])
     places = sorted(place for record in given for place in record["results"]["first_veto"])
     total = sum(record["results"]["rollouts"] for record in given)
-    return places, total, _mean([record["results"]["length"] for record in given]) or math.nan
+    return Survival(tuple(places), total, length, begin) if begin < length else None
+
+
+def _check_starts(records: Iterable[Record]) -> None:
+    """All of a testbed must have begun with the same weights."""
+    starts: dict[str, dict[str, str]] = {}  # a cell by testbed and hash
+    for record in records:
+        if start := record["results"].get("start"):
+            starts.setdefault(_bed(record), {})[start] = record["cell"]
+    for bed, cells in starts.items():
+        if len(cells) > 1:
+            shown = ", ".join(f"{start[:12]} ({cell})" for start, cell in sorted(cells.items()))
+            raise ValueError(f"testbed {bed} began with several models, {shown}; keep the lines of one.")
 
 
 def _in_shape(record: Record) -> Record:
@@ -241,7 +327,7 @@ def _in_shape(record: Record) -> Record:
     settings |= {"trained_at": 0 if arm == "start" else at, "testbed": {"name": "smollm2", "budgets": [budget]}}
     matrix = results["matrix"]
     if arm == "start":
-        results = results["before"] | {"matrix": matrix, "accuracy": None}
+        results = results | results["before"] | {"accuracy": None}
     else:
         results = results | {"dense": matrix["full"], "sparse": matrix[f"rkv:{budget}"], "checks": []}
     return record | {"settings": own | settings, "results": results}

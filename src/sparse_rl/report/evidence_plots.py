@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from sparse_rl.evaluate.statistics import Estimate, estimate
 from sparse_rl.report.evidence import ARMS, DROP, STATISTICS, Evidence, cases, survival
-from sparse_rl.report.plots import INK, STYLE, looks
+from sparse_rl.report.plots import COLOURS, INK, STYLE, looks
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-LOOKS = dict(zip(ARMS, looks(len(ARMS)), strict=True))
+PALETTE = (INK, *COLOURS, "#8c6d31")
+LOOKS = dict(zip(ARMS, zip(PALETTE, "osD^vPX*", strict=True), strict=True))  # colour and marker of an arm
 STAGES = {
     "rollout_s": "rollout",
     "update_plain_s": "update",
@@ -37,8 +38,9 @@ def draw(evidence: Evidence, folder: Path) -> list[str]:
         plots[f"arms-{bed}"] = lambda figure, bed=bed: _arms(figure, evidence, bed)  # type: ignore[misc]
         plots[f"curves-{bed}"] = lambda figure, bed=bed: _curves(figure, evidence, bed)  # type: ignore[misc]
         plots[f"matrix-{bed}"] = lambda figure, bed=bed: _matrix(figure, evidence, bed)  # type: ignore[misc]
-        if "sweep" in evidence.bed(bed):
+        if evidence.bed(bed).get("whole"):
             plots[f"budget-{bed}"] = lambda figure, bed=bed: _budgets(figure, evidence, bed)  # type: ignore[misc]
+        if "sweep" in evidence.bed(bed):
             plots[f"length-{bed}"] = lambda figure, bed=bed: _lengths(figure, evidence, bed)  # type: ignore[misc]
     plots["predictors"] = lambda figure: _predictors(figure, evidence)
     plots["time"] = lambda figure: _times(figure, evidence)
@@ -54,7 +56,7 @@ def draw(evidence: Evidence, folder: Path) -> list[str]:
 
 
 def _arms(figure: Figure, evidence: Evidence, bed: str) -> bool:
-    """Accuracy after training with both caches: a point an arm and budget, the dense arm and the start as lines."""
+    """Accuracy after training with both caches: a point an arm and budget; the dense arm and the start as lines."""
     budgets, shown = evidence.bed(bed)["budgets"], False
     panels = figure.subplots(1, 2, sharey=True)
     for panel, cache in zip(panels, ("dense", "sparse"), strict=True):
@@ -71,9 +73,12 @@ def _arms(figure: Figure, evidence: Evidence, bed: str) -> bool:
             ):
                 if found.count:
                     panel.axhline(found.mean, color=INK, ls=dash, lw=1, label=label)
+        else:
+            trained = [evidence.under(bed, "dense", 0, f"rkv:{budget}") for budget in budgets]
+            shown |= _points(panel, list(range(len(budgets))), trained, color=INK, lw=1)
         panel.set_xticks(range(len(budgets)), [f"budget {budget}" for budget in budgets])
         panel.set_xlim(-0.5, len(budgets) - 0.5)
-        panel.set_ylim(0, 1)
+        panel.margins(y=0.1)
     figure.legend(
         *panels[0].get_legend_handles_labels(),
         loc="outside lower left",
@@ -94,15 +99,17 @@ def _curves(figure: Figure, evidence: Evidence, bed: str) -> bool:
             runs = [r for r in evidence.runs(bed, arm, budget) if r["results"]["checks"]]
             if not runs or not start.count:
                 continue
-            looks_at = [step for step, _, _ in runs[0]["results"]["checks"]]
-            on_the_way = [estimate(r["results"]["checks"][i][1] for r in runs) for i in range(len(looks_at))]
-            steps = [0, *looks_at, len(runs[0]["results"]["curves"]["reward"])]
+            on_the_way: dict[int, list[float | None]] = {}  # a run that collapsed may have fewer
+            for step, accuracy, _ in (look for run in runs for look in run["results"]["checks"]):
+                on_the_way.setdefault(step, []).append(accuracy)
+            steps = [0, *sorted(on_the_way), max(len(run["results"]["curves"]["reward"]) for run in runs)]
             colour, marker = LOOKS[arm]
-            found = [Estimate(start.mean, 0.0, 1), *on_the_way, evidence.end(bed, arm, budget)]
+            found = [estimate(on_the_way[step]) for step in steps[1:-1]]
+            found = [Estimate(start.mean, 0.0, 1), *found, evidence.end(bed, arm, budget)]
             shown |= _points(panel, steps, found, color=colour, marker=marker, label=arm)
         panel.set_title(f"Dense accuracy, budget {budget}")
         panel.set_xlabel("step")
-        panel.set_ylim(0, 1)
+        panel.margins(y=0.1)
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower left", ncols=8, fontsize=9)
     return shown
 
@@ -125,33 +132,32 @@ def _budgets(figure: Figure, evidence: Evidence, bed: str) -> bool:
     panel.set_xscale("log", base=2)
     panel.set_xticks(budgets, [str(budget) for budget in budgets])
     panel.set_xticks([], minor=True)
-    panel.set_ylim(0, 1)
-    figure.legend(loc="outside right upper")
+    panel.margins(y=0.1)
+    if shown:
+        figure.legend(loc="outside right upper")
     return shown
 
 
 def _lengths(figure: Figure, evidence: Evidence, bed: str) -> bool:
-    """Share of rollouts that a veto would have ended by a token; dotted, what a constant hazard gives."""
+    """Share of rollouts that no veto would have ended by a token; dotted, what a constant hazard foretells."""
     settings = evidence.bed(bed)
     panel, shown = figure.subplots(), False
     budgets = sorted({*settings["sweep"], *settings["budgets"]})
     for budget, (colour, _) in zip(budgets, looks(len(budgets)), strict=True):
-        places, total, length = survival(evidence.before(bed, "rkv", budget))
-        if not places:
+        found = survival(evidence, bed, budget)
+        if found is None or not found.places:
             continue
         shown = True
-        steps = [0, *places, length]
-        panel.step(
-            steps, [i / total for i in range(len(places) + 1)] + [len(places) / total], color=colour, where="post"
-        )
-        hazard = -math.log(max(1 - len(places) / total, 0.5 / total)) / length
-        grid = [length * i / 50 for i in range(51)]
-        panel.plot(grid, [1 - math.exp(-hazard * x) for x in grid], color=colour, ls=":", lw=1)
-        panel.plot([], [], color=colour, label=f"budget {budget}")
-    panel.set_title("Rollouts with a token xi < 1e-4 so far, before training (dotted: constant hazard)")
+        steps = [0, *(place + 1 for place in found.places), found.length]
+        left = [max(found.left(step), 0.5 / found.total) for step in steps]
+        panel.step(steps, left, color=colour, where="post", label=f"budget {budget}")
+        ends = (found.middle, found.length)  # a straight line on this axis
+        panel.plot(ends, [max(found.law(end), 0.5 / found.total) for end in ends], color=colour, ls=":", lw=1.5)
+    panel.set_title("Rollouts without a token xi < 1e-4 so far, before training (dotted: constant hazard)")
     panel.set_xlabel("tokens")
-    panel.set_ylim(0, 1)
-    figure.legend(loc="outside right upper")
+    panel.set_yscale("log")
+    if shown:
+        figure.legend(loc="outside right upper")
     return shown
 
 
@@ -169,7 +175,7 @@ def _matrix(figure: Figure, evidence: Evidence, bed: str) -> bool:
             shown |= _points(panel, places, found, color=colour, marker=marker, ls="", markersize=6, label=label)
         panel.set_xticks(range(len(caches)), caches)
         panel.set_title(f"Accuracy by cache, trained at {budget} (± 1 s.e.)")
-        panel.set_ylim(0, 1)
+        panel.margins(y=0.1)
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower left", ncols=4)
     return shown
 
@@ -182,7 +188,7 @@ def _predictors(figure: Figure, evidence: Evidence) -> bool:
     for panel, (name, (label, _)) in zip(panels, STATISTICS.items(), strict=True):
         for bed, (colour, marker) in zip(beds, looks(len(beds)), strict=True):
             own = [case for case in found if case.setting[0] == bed]
-            x, y = [case.known[name] for case in own], [case.change for case in own]
+            x, y = [case.known[name] for case in own], [case.change for case in own]  # None is not drawn
             panel.plot(x, y, color=colour, marker=marker, ls="", alpha=0.7, label=bed)
         panel.axhline(-DROP, color=INK, ls=":", lw=1)
         panel.set_xlabel(label)
@@ -199,13 +205,14 @@ def _times(figure: Figure, evidence: Evidence) -> bool:
     seconds, memory = figure.subplots(1, 2)
     names = [f"{r['settings']['response']} {'sparse' if r['settings']['budget'] else 'dense'}" for r in records]
     left = [0.0] * len(records)
-    for (stage, label), (colour, _) in zip(STAGES.items(), looks(len(STAGES)), strict=True):
+    for (stage, label), colour in zip(STAGES.items(), PALETTE[:4], strict=True):
         values = [_stage(r["results"], stage) for r in records]
         seconds.barh(names, values, left=left, color=colour, label=label)
         left = [a + b for a, b in zip(left, values, strict=True)]
-    for stage, (colour, _) in zip(("update", "rollout", "kv"), looks(3), strict=True):
+    for i, (stage, colour) in enumerate(zip(("update", "rollout", "kv"), PALETTE[4:7], strict=True)):
         peaks = [r["results"][f"{stage}_peak_bytes"] / 1e9 for r in records]
-        memory.barh(names, peaks, color=colour, height={"update": 0.8, "rollout": 0.5, "kv": 0.2}[stage], label=stage)
+        memory.barh([y + 0.27 * (i - 1) for y in range(len(names))], peaks, color=colour, height=0.25, label=stage)
+    memory.set_yticks(range(len(names)), names)
     for panel, title in ((seconds, "Seconds of a step"), (memory, "Peak memory, GB")):
         panel.set_title(title)
         panel.invert_yaxis()
@@ -219,7 +226,7 @@ def _times(figure: Figure, evidence: Evidence) -> bool:
 def _stage(found: dict[str, float], stage: str) -> float:
     """Seconds; what correcting adds is the corrected update less the plain one."""
     if stage == "extra":
-        return max(0.0, found["update_corrected_s"] - found["update_plain_s"])
+        return found["update_corrected_s"] - found["update_plain_s"]
     return found[stage]
 
 
