@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import lru_cache
 
@@ -49,6 +50,14 @@ def graphs_of_uncompiled_layers(request: pytest.FixtureRequest, device: str, mon
     """Compiling takes seconds a model: on a GPU only tests marked `compiled` do it."""
     if device != "cpu" and "compiled" not in request.keywords:
         monkeypatch.setattr("sparse_rl.rollout.decoder.Decoder._compiled", lambda self: nullcontext())
+
+
+@pytest.fixture(autouse=True)
+def signals_are_left_as_they_were() -> Iterator[None]:
+    """Or a test after this one, in the same process, fails for no reason of its own."""
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    yield
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
 
 
 @pytest.fixture(scope="session")

@@ -66,7 +66,11 @@ def main(parts: dict[str, Callable[[Testbed], list[Cell]]], description: str | N
     longest: dict[str, float] = {}  # seconds of the slowest cell of each kind so far
     for name in results.keys() & known.keys():
         _note(longest, known[name], results[name]["seconds"])
-    failed = run([known[name] for name in ordered], args, longest)
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the processes end too
+    try:
+        failed = run([known[name] for name in ordered], args, longest)
+    finally:
+        signal.signal(signal.SIGTERM, before)
     sys.exit(1 if failed else 0)
 
 
@@ -87,7 +91,6 @@ def with_needs(names: list[str], known: dict[str, Cell], models: Path) -> list[s
 
 def run(cells: list[Cell], args: argparse.Namespace, longest: dict[str, float]) -> list[str]:
     """Run all there is time for; the names of those that failed."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the processes end too
     began, waiting = time.monotonic(), list(cells)
     failed: list[Cell] = []
     tried: set[str] = set()  # failed once, and tried again behind the others

@@ -174,12 +174,14 @@ def test_the_command_leaves_with_the_signals_exit_code(tmp_path):
 def test_a_second_signal_ends_the_process_at_once():
     child = os.fork()
     if not child:
-        asked = Guards()
-        asked.listen()
-        os.kill(os.getpid(), signal.SIGTERM)
-        asked.stop_s -= 2
-        os.kill(os.getpid(), signal.SIGINT)
-        os._exit(0)
+        try:
+            asked = Guards()
+            asked.listen()
+            os.kill(os.getpid(), signal.SIGTERM)
+            asked.stop_s -= 2
+            os.kill(os.getpid(), signal.SIGINT)
+        finally:
+            os._exit(0)
     _, status = os.waitpid(child, 0)
     assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGINT
 
