@@ -62,11 +62,12 @@ def main() -> None:
     if not engine.bounded:
         engine.release()
     began = time.perf_counter()
-    learn(args, learner, rollouts[:GROUP], guards)  # compiles
+    preset = "none" if args.dense else "reweight_only"  # random weights: a veto would reject nearly all
+    learn(args, learner, rollouts[:GROUP], guards, preset)  # compiles
     first_s = time.perf_counter() - began
     began = time.perf_counter()
     with peaks("update"):
-        grad_norm = learn(args, learner, rollouts, guards)
+        grad_norm = learn(args, learner, rollouts, guards, preset)
     update_s = time.perf_counter() - began
     tokens = sum(len(rollout.prompt.ids) + len(rollout.token_ids) for rollout in rollouts)
     stages = {"rollout": "rollout", "update": plan.learning}
@@ -145,11 +146,10 @@ def roll_out(args: argparse.Namespace, engine: GuardedEngine) -> list[Rollout]:
     return engine.generate([Prompt(ids=tuple(row)) for row in ids], sampling)
 
 
-def learn(args: argparse.Namespace, learner: Learner, rollouts: list[Rollout], guards: Guards) -> float:
+def learn(args: argparse.Namespace, learner: Learner, rollouts: list[Rollout], guards: Guards, preset: str) -> float:
     """One update with drawn rewards; the norm of its gradient."""
     groups = [i // GROUP for i in range(len(rollouts))]
     rewards = torch.randn(len(rollouts), dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    preset = "none" if args.dense else "reweight_only"  # random weights: a veto would reject nearly all
     updated = update(
         learner,
         rollouts,

@@ -97,7 +97,7 @@ def main() -> None:
     record = {
         "command": " ".join(["python", *sys.argv]),
         **json.loads((folder / args.arms[0] / "final.json").read_text())["provenance"],
-        "settings": settings | {"budget": budget, "interval": INTERVAL},
+        "settings": settings | sampling(args) | {"budget": budget, "interval": INTERVAL},
         "sweep": rows,
         "runs": results,
     }

@@ -16,21 +16,17 @@ import torch
 from cells import HERE, Cell
 
 sys.path.insert(0, str(HERE.parent))
-from full_step import GROUP, make_learner, roll_out
+from full_step import GROUP, learn, make_learner, roll_out
 
 from sparse_rl.kv import RKV, Full
 from sparse_rl.model.shapes import random_model
-from sparse_rl.objective.advantage import advantages
 from sparse_rl.objective.correction import PRESETS, correct
-from sparse_rl.objective.loss import LossConfig
 from sparse_rl.objective.mismatch import diagnose
 from sparse_rl.rollout import EngineConfig
 from sparse_rl.rollout.memory import GuardedEngine
 from sparse_rl.score import score
 from sparse_rl.train.guards import Guards
-from sparse_rl.train.learner import Learner
 from sparse_rl.train.peaks import MemoryPeaks
-from sparse_rl.train.update import UpdateConfig, update
 from sparse_rl.types import Rollout, kv_saved_frac
 
 
@@ -75,25 +71,6 @@ def step(cell: Cell, device: str, models: Path) -> dict[str, Any]:
     found |= {f"{stage}_peak_bytes": most for stage, most in bytes_.items()}
     found["halved"] = guards.state()
     return {name: round(value, 4) if isinstance(value, float) else value for name, value in found.items()}
-
-
-def learn(args: Namespace, learner: Learner, rollouts: list[Rollout], guards: Guards, preset: str) -> None:
-    """One update with drawn rewards."""
-    groups = [i // GROUP for i in range(len(rollouts))]
-    rewards = torch.randn(len(rollouts), dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    update(
-        learner,
-        rollouts,
-        advantages(rewards, torch.tensor(groups), "grpo", None),
-        groups,
-        PRESETS[preset],
-        LossConfig(),
-        UpdateConfig(max_tokens=args.max_tokens, activations=args.activations),
-        temperature=1.0,
-        max_length=args.response,
-        generator=torch.Generator().manual_seed(0),
-        guards=guards,
-    )
 
 
 def correcting(log_xi: torch.Tensor, rollouts: list[Rollout], place: torch.device) -> float:

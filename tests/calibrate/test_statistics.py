@@ -79,6 +79,14 @@ def test_bins_scales_and_decision_tokens():
     assert found["mean_length"] == 50.0
 
 
+def test_tokens_beyond_the_dense_runs_contexts_count_in_the_last_bin():
+    """Too sparse a cache writes on and on: a hundred good tokens, then a thousand bad ones."""
+    overlap = np.where(np.arange(1100) < 100, 1.0, 0.1)
+    found = describe(tokens([1100], overlap), [(0, 60), (60, 110)], entropy=0.69, bootstrap=0, least=15)
+    assert [each["tokens"] for each in found["bins"]] == [50, 1050]
+    assert found["bins"][1]["lower"]["all"]["p05"] == pytest.approx(0.1)
+
+
 def test_intervals_are_those_of_resampled_rollouts():
     draw = np.random.default_rng()
     lengths = draw.integers(20, 60, 40)

@@ -140,6 +140,17 @@ def test_a_bin_without_tokens_does_not_hold_up_the_others():
     assert control.policy.schedule.budgets == (GRID[4], GRID[7], GRID[17])
 
 
+def test_a_bin_that_failed_at_the_top_comes_down_again():
+    held = controller(GRID[-1])
+    bad, good = (BinTail(start=0, tokens=4000, quantile=0.9, under=share, hazard=0.0) for share in (0.2, 0.0))
+    for _ in range(4):
+        held.observe([bad])
+    assert held.levels[0] == len(GRID) - 1
+    for _ in range(60):
+        held.observe([good])
+    assert held.levels[0] < len(GRID) - 1
+
+
 def test_it_follows_a_model_that_gets_worse():
     control = controller(GRID[10])
     Plant([5]).run(control, 60)

@@ -38,8 +38,13 @@ def describe(
         **veto(tokens),
         "kv_saved_frac": 1.0 - tokens.held / tokens.full if tokens.full else 0.0,
         "kv_read_frac": tokens.read / tokens.full if tokens.full else 1.0,
-        "bins": [_bin(tokens, span, entropy, counts_NR, least) for span in bins],
+        "bins": [_bin(tokens, span, entropy, counts_NR, least) for span in open_ended(bins)],
     }
+
+
+def open_ended(bins: list[tuple[int, int]]) -> list[tuple[float, float]]:
+    """The bins, the last without an end: too sparse a cache writes on where the dense one stopped."""
+    return [*bins[:-1], (bins[-1][0], math.inf)]
 
 
 def veto(tokens: Tokens) -> dict[str, float]:
@@ -59,7 +64,9 @@ def veto(tokens: Tokens) -> dict[str, float]:
     }
 
 
-def _bin(tokens: Tokens, span: tuple[int, int], entropy: float, counts_NR: np.ndarray, least: int) -> dict[str, Any]:
+def _bin(
+    tokens: Tokens, span: tuple[float, float], entropy: float, counts_NR: np.ndarray, least: int
+) -> dict[str, Any]:
     inside = (tokens.contexts >= span[0]) & (tokens.contexts < span[1])
     groups = {"all": inside, "decision": inside & (tokens.entropy > entropy)}
     found: dict[str, Any] = {

@@ -15,27 +15,14 @@ from typing import ClassVar
 import torch
 
 from sparse_rl.kernels.keys import key_likeness
-from sparse_rl.kv.policy import Entries, EvictPolicy, at_least
+from sparse_rl.kv.policy import Entries, KeepsNewest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KeyDiff(EvictPolicy):
-    """The keys that point away from the mean direction of all keys.
-
-    recent: newest entries that are never dropped
-    """
+class KeyDiff(KeepsNewest):
+    """The keys that point away from the mean direction of all keys."""
 
     name: ClassVar[str] = "keydiff"
-
-    recent: int = 0
-
-    def __post_init__(self) -> None:
-        at_least(self, "recent", 0)
-        EvictPolicy.__post_init__(self)
-
-    @property
-    def num_recent(self) -> int:
-        return self.recent
 
     def importance(self, entries: Entries) -> torch.Tensor:
         return -key_likeness(entries.k_PKSD, entries.pages_BN, entries.live_BKS)

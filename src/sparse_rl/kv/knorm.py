@@ -18,29 +18,16 @@ from typing import ClassVar
 import torch
 
 from sparse_rl.kernels.keys import key_norms
-from sparse_rl.kv.policy import Entries, EvictPolicy, at_least
+from sparse_rl.kv.policy import Entries, KeepsNewest
 
 BITS = 13  # of a norm that count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Knorm(EvictPolicy):
-    """The keys of smallest norm.
-
-    recent: newest entries that are never dropped
-    """
+class Knorm(KeepsNewest):
+    """The keys of smallest norm."""
 
     name: ClassVar[str] = "knorm"
-
-    recent: int = 0
-
-    def __post_init__(self) -> None:
-        at_least(self, "recent", 0)
-        EvictPolicy.__post_init__(self)
-
-    @property
-    def num_recent(self) -> int:
-        return self.recent
 
     def importance(self, entries: Entries) -> torch.Tensor:
         return -rounded(key_norms(entries.k_PKSD, entries.pages_BN))

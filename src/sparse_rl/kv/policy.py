@@ -218,6 +218,24 @@ def store_scores(pool_PKS: torch.Tensor, entries: Entries) -> None:
     pool_PKS[entries.pages_BN] = scores_BKNS.transpose(1, 2).to(pool_PKS.dtype)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeepsNewest(EvictPolicy, ABC):
+    """An evicting policy that is told how many of the newest entries to keep.
+
+    recent: newest entries that are never dropped
+    """
+
+    recent: int = 0
+
+    def __post_init__(self) -> None:
+        at_least(self, "recent", 0)
+        EvictPolicy.__post_init__(self)
+
+    @property
+    def num_recent(self) -> int:
+        return self.recent
+
+
 def share(
     importance_BKS: torch.Tensor, protected_BKS: torch.Tensor, entries: Entries
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -15,33 +15,26 @@ from typing import ClassVar
 import torch
 
 from sparse_rl.kernels.sampling import mix_ref, request_key
-from sparse_rl.kv.policy import Entries, EvictPolicy, at_least
+from sparse_rl.kv.policy import Entries, KeepsNewest
 
 BITS = 24  # of a random number, as many as fp32 holds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Random(EvictPolicy):
+class Random(KeepsNewest):
     """A uniform choice of all positions, another one in each layer and KV head.
 
-    recent: newest entries that are never dropped
     seed: of the choice
     """
 
     name: ClassVar[str] = "random"
 
-    recent: int = 0
     seed: int = 0
 
     def __post_init__(self) -> None:
-        at_least(self, "recent", 0)
         if type(self.seed) is not int or not 0 <= self.seed < 1 << 63:
             raise ValueError(f"kv.seed is {self.seed!r}; it must be a whole number from 0 to 2^63 - 1.")
-        EvictPolicy.__post_init__(self)
-
-    @property
-    def num_recent(self) -> int:
-        return self.recent
+        KeepsNewest.__post_init__(self)
 
     @property
     def copies(self) -> bool:

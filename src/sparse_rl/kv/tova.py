@@ -14,31 +14,18 @@ from typing import ClassVar
 import torch
 
 from sparse_rl.kernels.mass import attention_mass
-from sparse_rl.kv.policy import Entries, EvictPolicy, at_least
+from sparse_rl.kv.policy import Entries, KeepsNewest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TOVA(EvictPolicy):
-    """The newest query's attention; all KV heads of a layer keep the same entries.
-
-    recent: newest entries that are never dropped
-    """
+class TOVA(KeepsNewest):
+    """The newest query's attention; all KV heads of a layer keep the same entries."""
 
     name: ClassVar[str] = "tova"
-
-    recent: int = 0
-
-    def __post_init__(self) -> None:
-        at_least(self, "recent", 0)
-        EvictPolicy.__post_init__(self)
 
     @property
     def num_queries(self) -> int:
         return 1
-
-    @property
-    def num_recent(self) -> int:
-        return self.recent
 
     def importance(self, entries: Entries) -> torch.Tensor:
         mass_BKS = attention_mass(

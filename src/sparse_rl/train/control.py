@@ -161,7 +161,7 @@ class BinState:
         return at - 1
 
     def _pass(self, at: int) -> int:
-        self.passed, self.held = at, 0
+        self.passed, self.held, self.failed = at, 0, min(self.failed, at - 1)  # it may have failed here before
         if not self.lifted:
             self.wait = WAIT
         if at - self.failed <= 1:
