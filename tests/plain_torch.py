@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plain torch where a GPU would run Triton, in every module that asks which of the two runs."""
+"""Plain torch where a GPU would run Triton, or Triton on a CPU, in every module that asks which of the two runs."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import sys
 from types import ModuleType
 
 import pytest
+import torch
 
 import sparse_rl.rollout
 import sparse_rl.score  # noqa: F401  which with the engine imports every kernel
@@ -22,3 +23,8 @@ def askers() -> list[ModuleType]:
 def run_the_references(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in askers():
         monkeypatch.setattr(module, "use_triton", lambda x: False)
+
+
+def run_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in askers():
+        monkeypatch.setattr(module, "use_triton", lambda x: x.dtype != torch.float64)

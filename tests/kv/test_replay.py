@@ -113,4 +113,4 @@ def test_one_token_has_no_decode_step_to_replay(tiny):
     prompt = Prompt(ids=tuple(range(40)))
     rollouts = sampled(loaded, policy, [prompt], max_tokens=1)
     expected = torch.cat([rollout.sampler_logprobs for rollout in rollouts])
-    torch.testing.assert_close(replayed(loaded, rollouts, policy).float(), expected, atol=1e-6, rtol=0)
+    torch.testing.assert_close(replayed(loaded, rollouts, policy).float().cpu(), expected, atol=1e-6, rtol=0)

@@ -9,6 +9,7 @@ import re
 
 import pytest
 import torch
+from plain_torch import run_triton
 from schedules import named
 
 import sparse_rl
@@ -105,6 +106,17 @@ def test_log_probs_in_fp32_are_the_engines(family, policy, tiny, prompts):
         error = (logprobs[row].cpu() - rollout.sampler_logprobs)[same].abs().max()
         assert error < 1e-4
     assert compared > 0.9 * len(expected) * NEW
+
+
+@pytest.mark.parametrize("name", ["rkv", "quest"])
+def test_a_gpus_kernels_are_given_what_they_count_on(name, tiny, prompts, monkeypatch):
+    loaded = tiny(layers=2)
+    policy = build_policy(name, budget=48) if name == "quest" else RKV(budget=20, interval=6)
+    given, few = prompts(7, 41), 14
+    _, expected = generate(loaded.model, given, SparseCache(policy), max_new_tokens=few)
+    run_triton(monkeypatch)
+    _, logprobs = generate(loaded.model, given, SparseCache(policy), max_new_tokens=few)
+    torch.testing.assert_close(logprobs, expected, atol=1e-4, rtol=0)
 
 
 def test_a_model_with_its_own_attention_is_told_what_to_do(reference, prompts):

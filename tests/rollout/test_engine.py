@@ -355,8 +355,9 @@ def test_graphs_of_all_sizes_can_be_made_at_once(tiny, prompts, monkeypatch):
     sampler = engine(tiny(), rows=13)
     sampler.generate(prompts(5), Sampling(max_tokens=3))
     (decoder,) = sampler.decoders.values()
-    decoder.capture()
-    assert not decoder.graphs, "a CPU has none"
+    if not decoder.uses_graphs:
+        decoder.capture()
+        assert not decoder.graphs, "a CPU has none"
     monkeypatch.setattr("torch.cuda.device", lambda device: nullcontext())
     monkeypatch.setattr(decoder, "_capture", lambda batch: decoder.graphs.update({batch: None}))
     decoder.uses_graphs, decoder.graphs = True, {4: None}

@@ -34,7 +34,10 @@ def write_entries_triton(
     rows_B: torch.Tensor | None = None,
 ) -> None:
     batch, num_kv_heads, dim = k_BKD.shape
-    assert k_BKD.stride(2) == v_BKD.stride(2) == pages_BN.stride(-1) == 1
+    assert (
+        k_BKD.stride(2) == v_BKD.stride(2) == pages_BN.stride(-1) == lengths_B.stride(0) == positions_B.stride(0) == 1
+    )
+    assert rows_B is None or rows_B.stride(0) == 1
     remember = q_BHD is not None and ring_RWHD is not None and rows_B is not None
     q = q_BHD if q_BHD is not None else k_BKD
     _write_entries[(batch, num_kv_heads)](
@@ -163,7 +166,7 @@ def decode_attention_triton(
 ) -> torch.Tensor:
     batch, num_heads, dim = q_BHD.shape
     num_kv_heads, page_size = pool.k_PKSD.shape[1:3]
-    assert q_BHD.stride(2) == pages_BN.stride(-1) == 1
+    assert q_BHD.stride(2) == pages_BN.stride(-1) == positions_B.stride(0) == 1
     longest = max_length or pages_BN.shape[-1] * page_size
     num_splits = splits_of(batch * num_kv_heads, longest, num_sms(q_BHD.device))
     out_BHD = torch.empty(q_BHD.shape, dtype=q_BHD.dtype, device=q_BHD.device)

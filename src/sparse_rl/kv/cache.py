@@ -168,7 +168,7 @@ class PagedCache:
 
 def to_device(values: np.ndarray | list[int] | list[list[int]], device: torch.device) -> torch.Tensor:
     """Integers on the device, without waiting for what it is doing."""
-    tensor = torch.tensor(np.asarray(values, dtype=np.int64))
+    tensor = torch.from_numpy(np.array(values, dtype=np.int64, order="C"))  # kernels count on rows without gaps
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 

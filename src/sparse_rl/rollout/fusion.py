@@ -90,7 +90,7 @@ def find_groups(model: nn.Module) -> list[Group]:
     hooks = [part.register_forward_pre_hook(lambda part, inputs: calls.append((part, inputs[0]))) for part in parts]
     try:
         token = torch.zeros((1, 1), dtype=torch.long, device=next(model.parameters()).device)
-        model(input_ids=token, use_cache=False)
+        model(input_ids=token, attention_mask=torch.ones_like(token), use_cache=False)
     finally:
         for hook in hooks:
             hook.remove()
