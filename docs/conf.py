@@ -1,0 +1,11 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How Sphinx makes a site of these pages (`make docs`). Nothing of the package is imported."""
+
+project = "Sparse-RL"
+html_title = project
+extensions = ["myst_parser"]
+html_theme = "furo"
+html_copy_source = False
+html_show_sphinx = False
+myst_heading_anchors = 3  # [text](page.md#a-heading) leads to a heading, as on a code host
+highlight_language = "none"  # blocks that name no language are commands, formulas and output
