@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 from sandbox.attacks import BOMBS, FREE, NOT_EVERYWHERE, REFUSED, SEEN
-from sandbox.forgeries import FORGERIES
+from sandbox.forgeries import EXCUSES, FORGERIES
 
 from sparse_rl.grading.code import CodeReward
 from sparse_rl.sandbox.isolation import isolation
@@ -219,6 +219,32 @@ def test_verdicts_cannot_be_forged(reward):
         scores = graded(reward, [*(FORGERIES[name] for name in names), RIGHT], **way)
         assert dict(zip(names, scores, strict=False)) == dict.fromkeys(names, 0.0), way
         assert scores[-1] == 1.0
+
+
+def test_no_program_gets_itself_left_out(reward):
+    """Whatever it returns is right or wrong. What the tests do with a result changes nothing."""
+    row = {"tests": ["assert attack() == 'done'"]}
+    ways = [
+        row,
+        {"tests": [{"input": [], "output": "done"}], "entry_point": "attack"},
+        {"tests": None, "test": "def check(candidate):\n    assert candidate() == 'done'\n", "entry_point": "attack"},
+        {"tests": ["assert attack()[:2] == 'do'"]},
+        {"tests": ["found = attack()\nassert same(found) == 'done'"]},
+        {"tests": ["found = [attack()]\nfor _ in range(9):\n    found = same(found)\nassert found == ['done']"]},
+        {"tests": ["found = attack()\nassert found.replace('a', 'b') == 'done' and found[::-1] == 'enod'"]},
+        {"tests": ["xs = attack()\nassert max(xs, key=lambda x: x) == 'o' and xs.count('d') == 1"]},
+        {"tests": ["import sys\nif attack() != 'done':\n    sys.exit(1)"]},
+        {"tests": ["assert attack().join(map(str, [1, 2])) == '1done2'"]},
+    ]
+    same = "def same(value):\n    return value\n"
+    for way in ways:
+        names = list(EXCUSES) if way is row else random.SystemRandom().sample(list(EXCUSES), 2)
+        scores = graded(reward, [*(same + EXCUSES[name] for name in names), same + RIGHT], **way)
+        assert dict(zip(names, scores, strict=False)) == dict.fromkeys(names, 0.0), way
+        assert scores[-1] == 1.0, way
+    own = "class Own:\n    sort = index = lambda self, *given, **named: 0\ndef attack():\n    return Own()"
+    for test in ("xs = attack()\nxs.sort(key=len)\nassert xs == ['done']", "assert attack().index(print) == 1"):
+        assert graded(reward, [own], tests=[test]) == [0.0]
 
 
 @pytest.mark.parametrize("name", ["memory by mmap", "a large file", "many files"])

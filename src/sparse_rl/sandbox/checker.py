@@ -24,7 +24,7 @@ from typing import Any
 
 from sparse_rl.sandbox.child import READY, TASK
 from sparse_rl.sandbox.compare import as_expected, right
-from sparse_rl.sandbox.encoding import decode, encode, write_frame
+from sparse_rl.sandbox.encoding import DEEPEST_REQUEST, decode, encode, write_frame
 from sparse_rl.sandbox.remote import Broken, Gone, Remote, ask, asked, exceptions, number
 
 _LONG = 1 << 20  # bytes of a result's text
@@ -35,7 +35,7 @@ def check() -> None:
     """Judge, and write the verdict."""
     judge: _Code | _Calls | _Record
     with open(TASK, "rb") as file:
-        task = decode(file.read())
+        task = decode(file.read(), deepest=DEEPEST_REQUEST)
     kind = task.pop("kind")
     sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - test code may print
     try:
@@ -71,7 +71,7 @@ class _Space(dict[str, Any]):
             raise KeyError(name)
         value = ask("value", Remote(name))
         if isinstance(value, Remote):
-            self[name] = value
+            self[name] = value = Remote(name)
         return value
 
 
@@ -108,7 +108,9 @@ class _Code:
             where = f"statement {i + 1} of {len(self.tests)}: {text.strip()[:200]}"
             try:
                 exec(code, self.space)
-            except SystemExit:
+            except SystemExit as end:
+                if asked and end.code not in (None, 0):
+                    return "failed", f"status {str(end.code)[:200]} in {where}"
                 raise Broken(f"the tests end their own process in {where}") from None
             except Exception as error:
                 return "failed" if asked else "broken", f"{type(error).__name__}: {error} in {where}"

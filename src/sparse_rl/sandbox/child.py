@@ -24,7 +24,7 @@ from itertools import islice
 from typing import Any
 
 from sparse_rl.sandbox.confine import Confinement, confine
-from sparse_rl.sandbox.encoding import MAX_FRAME, decode, encode, read_frame, write_frame
+from sparse_rl.sandbox.encoding import DEEPEST_REQUEST, MAX_FRAME, decode, encode, read_frame, write_frame
 
 READY = b"\0ready\n"
 PROGRAM, TASK = "program.py", "task"  # their names in the private folders
@@ -109,35 +109,33 @@ _VERBS: dict[str, Callable[..., Any]] = {
 
 
 class _Answers:
-    """Calls by name or by number; what is returned and is not plain gets a number and stays here."""
+    """Things by name or by number; what is returned and is not plain gets a number and stays here."""
 
     def __init__(self, module: types.ModuleType) -> None:
         self.module = module
         self.kept: list[Any] = []
         self.numbers: dict[int, int] = {}
 
-    def keep(self, value: Any) -> list[Any]:
-        """A number, and the type's name if values of it may equal plain ones ("" if not)."""
+    def keep(self, value: Any) -> int:
         number = self.numbers.setdefault(id(value), len(self.kept))
         if number == len(self.kept):
             self.kept.append(value)
-        kind: Any = type(value)
-        foreign = kind.__eq__ is not object.__eq__ and kind.__module__ != self.module.__name__
-        return [number, kind.__name__ if foreign else ""]
+        return number
+
+    def named(self, number: int | str) -> Any:
+        return self.kept[number] if isinstance(number, int) else getattr(self.module, number)
 
     def reply(self, request: bytes) -> bytes:
         """["value", value, the arguments if the call changed them] or ["raised", the type's names, its text]."""
         try:
-            verb, target, *rest = decode(request, lambda number: self.kept[number])
-            if isinstance(target, str):
-                target = getattr(self.module, target)
+            verb, target, *rest = decode(request, self.named, DEEPEST_REQUEST)
             changed = None
             if verb == "call":
                 value = target(*rest[0], **rest[1])
             elif verb == "call and show":
-                before = encode(rest, self.keep)
+                before = encode(rest, self.keep, DEEPEST_REQUEST)
                 value = target(*rest[0], **rest[1])
-                changed = rest if encode(rest, self.keep) != before else None
+                changed = rest if encode(rest, self.keep, DEEPEST_REQUEST) != before else None
             else:
                 value = _VERBS[verb](target, *rest)
             reply = encode(["value", value, changed], self.keep)

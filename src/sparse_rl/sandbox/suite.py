@@ -10,9 +10,10 @@ tests                    a user's own: assert statements, or {"input": ..., "out
 
 Statements run in a process beside the program's. They may call its functions, make and use its objects, read its
 globals, catch its exceptions and look at lists, dicts and sets that it changed. Results are plain data, and Decimal,
-Fraction, deque, range and dates without a zone. What does not go over is the grader's failure, never a 0: a function
-passed to the program, `f(a) is a`, a result of another type of the library's that equals plain data (the keys of a
-dict). An object of the program's own class is compared with others of its own, and never equals plain data.
+Fraction, deque, array, range, slice, the keys and items of a dict, UUID, paths, and dates without a zone. Any other
+object is compared with others of the program's, and equals nothing else: to return one never makes a result one that
+is left out. What tests do that does not go over is the grader's failure, never a 0: a function passed to a function of
+the program's, `f(a) is a`.
 """
 
 from __future__ import annotations
