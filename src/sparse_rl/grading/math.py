@@ -186,8 +186,9 @@ def _lists(given: str, right: str) -> bool | None:
         return (
             other[0] == "(" and other[2] == ")" and _in_order(*((listed, parts) if theirs is None else (parts, listed)))
         )
-    single = right if theirs is None else given
-    return len(listed) == 1 and _same(*((listed[0], single) if theirs is None else (single, listed[0])))
+    if theirs is None:  # 1/2, or 0.5
+        return all(_same(item, right) for item in listed)
+    return len(listed) == 1 and _same(given, listed[0])
 
 
 def _items(text: str) -> list[str] | None:
