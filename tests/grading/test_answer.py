@@ -78,7 +78,26 @@ def test_an_empty_box_is_an_empty_answer():
 
 
 @pytest.mark.parametrize(
-    "piece", ["\\boxed{", "{", "}", "\\", "the answer is ", "1,", "$", ".", "#", "a 1/", "\\boxed", "*", "so ", "<answer>", "</", " ", "\n- "]
+    "piece",
+    [
+        "\\boxed{",
+        "{",
+        "}",
+        "\\",
+        "the answer is ",
+        "1,",
+        "$",
+        ".",
+        "#",
+        "a 1/",
+        "\\boxed",
+        "*",
+        "so ",
+        "<answer>",
+        "</",
+        " ",
+        "\n- ",
+    ],
 )
 def test_hostile_texts_take_no_time(piece):
     text = piece * (200_000 // len(piece))

@@ -12,7 +12,7 @@ from sparse_rl.grading.units import parse_unit
 
 BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])")
 ANNOUNCED = re.compile(r"(?:\banswer(?:\*\*)? ?(?:is|:|=|to the (?:problem|question) is)|####)", re.IGNORECASE)
-# A sentence ends at a line's end, a closing tag, or a full stop before a space; in braces, as of \text{ sq. units}, not.
+# A sentence ends at a line's end, a closing tag, a full stop before a space; not in braces, as of \text{ sq. units}.
 SENTENCE = re.compile(r"\\.|[{}]|(?P<end>\n|</(?=[a-z])|\.(?=\s|$|\*|\\\))|[!?](?=\s|$))")
 # Sign, whole part, decimals, denominator. A minus after a digit or a word ("10-4") is no sign; a 2 in "CO2" no number.
 NUMBER = re.compile(
@@ -29,7 +29,9 @@ FORMULA = re.compile(r"\$([^$]+)\$")
 TAG, END_TAG = "<answer>", "</answer>"
 BULLET = re.compile(r"\s*\n\s*[-*] +")
 # Tom has 5; 18 because 3 * 6 = 18; 5 (five)
-VERB = re.compile(r"(?<=\s)(?:is|are|was|were|has|have|had|gets?|needs?|pays?|costs?|takes?|makes?|equals?) (?=[-$\d\\])")
+VERB = re.compile(
+    r"(?<=\s)(?:is|are|was|were|has|have|had|gets?|needs?|pays?|costs?|takes?|makes?|equals?) (?=[-$\d\\])"
+)
 REASON = re.compile(r"(?<=\s)(?:because|since|which)(?=\s)")
 REMARK = re.compile(r"(\$[^$]+\$|\S+)\s+\(([A-Za-z][^()$\\]{2,})\)")
 
