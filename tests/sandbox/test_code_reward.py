@@ -253,6 +253,19 @@ def test_a_child_that_cannot_start_is_a_failure_of_the_grader(tmp_path, monkeypa
         assert isinstance(found, Failed), found
 
 
+@confined
+@pytest.mark.parametrize("row", [{"tests": ["assert f() == 1"]}, {"tests": [{"input": "", "output": "1"}]}])
+def test_the_clock_starts_when_the_process_is_ready(tmp_path, monkeypatch, row):
+    """A machine under load: programs have their time when they get to start, and are not to blame when they do not."""
+    box = CodeReward(Sandbox("bwrap", Limits(timeout_s=0.5)), 1)
+    programs = ["def f():\n    return 1\nprint(1)", "import time\ntime.sleep(2)\ndef f():\n    return 1\nprint(1)"]
+    stand_in(tmp_path, monkeypatch, 'while [ "$1" != "--" ]; do shift; done; shift; sleep 0.6; exec "$@"')
+    assert score(box, programs, **row) == [1.0, 0.0]
+    monkeypatch.setattr("sparse_rl.sandbox.process._START_S", 0.3)
+    (found,) = score(box, programs[:1], **row)
+    assert isinstance(found, Failed) and "not ready after 0.3 s" in found.reason
+
+
 def stand_in(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
     """A bubblewrap of our own."""
     (folder / "bwrap").write_text(f"#!/bin/sh\n{script}\n")
@@ -351,3 +364,19 @@ def test_numpy_and_threads_work(reward):
         "    t.start()\n    t.join()\n    return out[0]"
     )
     assert score(reward, [program], tests=["assert round(f()) == 8"]) == [1.0]
+    mean = "def f(x):\n    x[0] = 9\n    return x.mean(axis=0) + g(x.dtype.name)\ndef g(name):\n    return len(name)"
+    tests = ["a = np.array([[3, 1], [5, 3]])\nassert np.allclose(f(a), [12, 11]) and a.tolist() == [[9, 9], [5, 3]]"]
+    assert score(reward, [mean, mean.replace("+", "-")], tests=tests) == [1.0, 0.0]
+
+
+@confined
+def test_a_program_may_be_asked_for_a_helper(reward):
+    """Where the row says that it is the program's; what the tests define is theirs."""
+    own = "def isclose(a, b):\n    return abs(a - b) < 1"
+    tests = ["assert isclose(1, 1.5)", "assert not isclose(1, 2)"]
+    assert score(reward, [own], tests=tests, entry_point="isclose") == [1.0]
+    assert score(reward, [own], tests=tests, answer=own) == [1.0]
+    (found,) = score(reward, [own], tests=["assert isclose(1, 1)"])
+    assert isinstance(found, Failed) and "never call the program" in found.reason
+    theirs = "def approx(x):\n    return round(x)\nassert approx(f()) == 2"
+    assert score(reward, ["def f():\n    return 1.9"], tests=[theirs]) == [1.0]

@@ -247,6 +247,51 @@ def test_no_program_gets_itself_left_out(reward):
         assert graded(reward, [own], tests=[test]) == [0.0]
 
 
+HELPERS = """
+import sys
+yes = lambda *given, **named: True
+isclose = allclose = array_equal = approx = Counter = Fraction = isnan = assert_allclose = yes
+class np:
+    allclose = isclose = array_equal = array = staticmethod(yes)
+    class testing:
+        assert_allclose = assert_equal = staticmethod(yes)
+numpy = pytest = math = sys.modules['math'] = sys.modules['numpy'] = np
+class Liar:
+    __eq__ = __lt__ = __le__ = __ge__ = __gt__ = __contains__ = yes
+    __sub__ = __rsub__ = __abs__ = __float__ = __array__ = lambda self, *given, **named: RESULT
+"""
+
+
+def test_what_compares_is_the_checkers(reward):
+    """Helpers that the tests do not import, and the program has under the same names; the right program passes."""
+    tests = [
+        "np.allclose(f(1), 42)",
+        "numpy.isclose(f(1), 42)",
+        "math.isclose(f(1), 42)",
+        "isclose(f(1), 42) and allclose(f(1), 42)",
+        "array_equal([f(1)], [42])",
+        "assert_allclose(f(1), 42) is None",
+        "np.testing.assert_equal(f(1), 42) is None",
+        "(np.array([1, 42]) == np.array([1, f(1)])).all()",
+        "Counter([f(1)]) == Counter([42])",
+        "Fraction(f(1)) == Fraction(42)",
+        "not isnan(f(1)) and f(1) == approx(42)",
+        "approx(42) == f(1)",
+    ]
+    counted = "passed = []\n" + "\n".join(
+        f"try:\n    passed += [{test!r}] if {test} else []\nexcept Exception as error:\n    pass" for test in tests
+    )
+    wrong = ["41", "Liar()", "float('nan')"]
+    for result in wrong:
+        program = f"{HELPERS.replace('RESULT', '0.0')}def f(x):\n    return {result}"
+        verdict = reward.judge(program, {"tests": [counted, "assert passed == [], passed"]})
+        assert verdict.word == "passed", (result, verdict)
+    verdict = reward.judge(
+        "def f(x):\n    return 42", {"tests": [counted, f"assert len(passed) == {len(tests)}, passed"]}
+    )
+    assert verdict.word == "passed", verdict
+
+
 @pytest.mark.parametrize("name", ["memory by mmap", "a large file", "many files"])
 def test_bombs_go_off_outside(place, tmp_path_factory, name):
     assert free([filled(BOMBS[name], place)], place, tmp_path_factory.mktemp("free")) == [True]

@@ -6,8 +6,8 @@ answer   the program is a module: its functions are called over standard input a
 check    the checker of `checker.py`
 probe    try what must be refused (of `isolation.py`)
 
-Each says READY on standard output (the checker on standard error) once it is confined and before it reads a program:
-a process that never said so failed for reasons that are not the program's.
+Each says READY on standard output once it is confined and before it reads a program, the checker on standard error once
+it has heard it of the program's process. Its time starts there; what fails before is not the program's doing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from itertools import islice
 from typing import Any
 
 from sparse_rl.sandbox.confine import Confinement, confine
-from sparse_rl.sandbox.encoding import DEEPEST_REQUEST, MAX_FRAME, decode, encode, read_frame, write_frame
+from sparse_rl.sandbox.encoding import MAX_FRAME, decode, encode, read_frame, write_frame
 
 READY = b"\0ready\n"
 PROGRAM, TASK = "program.py", "task"  # their names in the private folders
@@ -128,14 +128,14 @@ class _Answers:
     def reply(self, request: bytes) -> bytes:
         """["value", value, the arguments if the call changed them] or ["raised", the type's names, its text]."""
         try:
-            verb, target, *rest = decode(request, self.named, DEEPEST_REQUEST)
+            verb, target, *rest = decode(request, self.named, request=True)
             changed = None
             if verb == "call":
                 value = target(*rest[0], **rest[1])
             elif verb == "call and show":
-                before = encode(rest, self.keep, DEEPEST_REQUEST)
+                before = encode(rest, self.keep, request=True)
                 value = target(*rest[0], **rest[1])
-                changed = rest if encode(rest, self.keep, DEEPEST_REQUEST) != before else None
+                changed = rest if encode(rest, self.keep, request=True) != before else None
             else:
                 value = _VERBS[verb](target, *rest)
             reply = encode(["value", value, changed], self.keep)

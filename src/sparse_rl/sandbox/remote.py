@@ -15,7 +15,7 @@ import builtins
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from sparse_rl.sandbox.encoding import DEEPEST_REQUEST, Unreadable, decode, encode, read_frame, write_frame
+from sparse_rl.sandbox.encoding import Unreadable, decode, encode, read_frame, write_frame
 
 _replies, _calls = 0, 1
 asked: list[str] = []  # what was asked so far: an error before the first is not the program's
@@ -120,7 +120,7 @@ def _remote(number: Any) -> Remote:
 def ask(verb: str, remote: Remote, *rest: Any) -> Any:
     """What the program's process answers; raises what the program raised."""
     try:
-        request = encode([verb, remote, *rest], number, DEEPEST_REQUEST)
+        request = encode([verb, remote, *rest], number, request=True)
     except Unreadable as error:
         # What a function is called with is the tests' doing; that a result is a thing, and not a list, the program's.
         raise (Broken if isinstance(number(remote), str) else Gone)(str(error)) from None
@@ -155,7 +155,10 @@ def _exception(names: list[str], text: str) -> Exception:
 
 
 def _renew(old: Any, new: Any) -> Any:
-    """The value `new`, in the very lists, dicts and sets of `old` as far as they go together."""
+    """The value `new`, in the very lists, dicts, sets and arrays of `old` as far as they go together."""
+    if type(old).__module__ == "numpy" and isinstance(new, list):
+        old[...] = new
+        return old
     if type(old) is not type(new) or not isinstance(old, list | dict | set | tuple):
         return new
     if isinstance(old, tuple):
