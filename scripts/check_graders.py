@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Grade the right answers of every math set of a data folder, spelled in four ways: nearly all must be taken for right.
+"""Grade the right answers of every math set of a data folder, in five forms: nearly all must be taken for right.
 
     python scripts/check_graders.py --data-dir DIR
 
-DIR has a folder a set with test.jsonl or train.jsonl, rows with "answer". A row that fails in any spelling is printed.
+DIR has a folder a set with test.jsonl or train.jsonl, rows with "answer". A row that fails in any form is printed.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ SETS = [
     "gsm8k", "math500", "math", "gaokao2023en", "minerva_math", "olympiadbench", "aime24", "aime25", "aime26", "amc23",
     "hmmt25_feb", "svamp", "asdiv", "multiarith", "addsub", "singleeq", "singleop", "simplerl_hard",
 ]  # fmt: skip
-FORMS = ("boxed", "sentence", "respelled", "with unit")
+FORMS = ("boxed", "sentence", "respelled", "with unit", "in tags")
 BAR = 0.99
 CHUNK = 500
 
 
 def forms(answer: str) -> list[str]:
-    """Completions that end in the answer: in a box, in a sentence, spelled otherwise, with a unit or a name."""
+    """Completions that end in the answer: in a box, in a sentence, spelled otherwise, with a unit, in tags."""
     bare = answer.strip().strip("$") if answer.count("$") <= 2 else answer
     in_sentence = f"${bare}$" if "$" not in bare.replace("\\$", "") else bare
     named = f"{bare} \\text{{ units}}" if re.fullmatch(r"-?[\d.,]+|-?\\frac\{\d+\}\{\d+\}", bare) else f"\\, {bare} ."
@@ -37,6 +37,7 @@ def forms(answer: str) -> list[str]:
         f"Adding all of it up, the answer is {in_sentence}.",
         f"Thus \\[ \\boxed{{{respelled(bare)}}} \\] as was asked.",
         f"Final answer: $\\boxed{{{named}}}$",
+        f"<think>There are 7 of 9.</think>\n<answer> The answer is {in_sentence} </answer>",
     ]
 
 
@@ -95,7 +96,7 @@ def main() -> int:
         short |= min(shares) < BAR
         cells = " | ".join(f"{100 * share:.2f}" for share in shares)
         table.append(f"| {name} | {len(answers)} | {cells} | {time.perf_counter() - start:.1f} |")
-    print(f"| set | answers | {' | '.join(f'{form} %' for form in FORMS)} | s |", "|---" * 7 + "|", *table, sep="\n")
+    print(f"| set | answers | {' | '.join(f'{form} %' for form in FORMS)} | s |", "|---" * 8 + "|", *table, sep="\n")
     print(f"\n{len(exceptions)} exceptions", *exceptions, sep="\n")
     return 1 if short or not table else 0
 

@@ -57,7 +57,7 @@ def small(folder: Path, **changes) -> Evaluation:
 def timeless(value):
     """Results without what may differ between two equal evaluations."""
     if isinstance(value, dict):
-        skipped = ("generate_s", "capture_s", "tokens_per_s", "started", "command")
+        skipped = ("generate_s", "capture_s", "tokens_per_s", "started", "wall_s", "command")
         return {key: timeless(item) for key, item in value.items() if key not in skipped}
     return [timeless(item) for item in value] if isinstance(value, list) else value
 

@@ -62,6 +62,8 @@ def made(**changes):
         ({"benchmarks": ("lookup", "lookup:pairs=10")}, "'lookup' and 'lookup:pairs=10', which are the same"),
         ({"benchmarks": ("gms8k",)}, "did you mean gsm8k"),
         ({"kv": ("rkv:64", "rkv:budget=64")}, "which are the same cache"),
+        ({"kv": ("full", "pages_mean:32")}, "cache 'pages_mean:32': .* the pages always read are 48"),
+        ({"kv": ("quest:64",), "engine": EngineConfig(page_size=64)}, "cache 'quest:64': .* always read are 192"),
         ({"protocol": "mine"}, "protocol is 'mine'; choose one of default"),
         ({"problems": 0}, "problems is 0"),
         ({"n": 0}, "n is 0"),

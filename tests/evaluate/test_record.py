@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 
 import pytest
 import small_eval
@@ -13,6 +14,7 @@ from small_eval import small, toy
 from sparse_rl.evaluate import EvalObserver, evaluate_benchmarks
 from sparse_rl.evaluate import benchmarks as module
 from sparse_rl.evaluate.store import Store
+from sparse_rl.report.eval_table import markdown
 
 
 @pytest.fixture
@@ -106,3 +108,26 @@ def test_a_damaged_record_is_said(data, tmp_path, change):
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     with pytest.raises(ValueError, match="is damaged; give another --output"):
         evaluate_benchmarks(evaluation, tmp_path / "out", resume=True)
+
+
+def test_the_time_of_all_starts_is_told(data, tmp_path, monkeypatch):
+    """What a killed start took is known up to its last block, and the next one adds its own."""
+    began = time.perf_counter()
+    first = evaluate_benchmarks(small(data), tmp_path / "out")
+    took = time.perf_counter() - began
+    generated = sum(cell["generate_s"] for cell in first["cells"])
+    assert generated - 0.1 <= first["wall_s"] <= took + 0.1
+    saved = []
+    real = Store.append
+
+    def append(self, *args, **kwargs):
+        saved.append(json.loads((tmp_path / "more" / "eval.json").read_text())["wall_s"])
+        return real(self, *args, **kwargs)
+
+    monkeypatch.setattr(Store, "append", append)
+    evaluate_benchmarks(small(data), tmp_path / "more")
+    assert saved == sorted(saved) and saved[-1] > 0
+    path = tmp_path / "out" / "eval.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"wall_s": 233.0}))
+    again = evaluate_benchmarks(small(data), tmp_path / "out", resume=True)
+    assert 233.0 <= again["wall_s"] < 233.0 + took and "3 min 53 s in all." in markdown(again | {"wall_s": 233.0})

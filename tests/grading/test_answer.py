@@ -43,6 +43,26 @@ from sparse_rl.grading.answer import final_answer, last_boxed
         ("so she pays $1,200.50.", "1200.50"),
         ("first 7, then -8", "-8"),
         (r"answer is 3, so \boxed{4}", "4"),
+        ("<think>3</think><answer>The answer is 18</answer>", "18"),
+        (r"<think>3</think><answer>\frac{1}{2}</answer>", r"\frac{1}{2}"),
+        ("<answer>4</answer> or <answer> x+1 </answer> in 9 steps", "x+1"),
+        ("<answer> The answer is $A$ </answer>", "$A$"),
+        ("<answer>\nWe add 5.\nSo Tom has 18.\n</answer>", "18"),
+        ("<answer>The train needs 45 minutes to get there.</answer>", "45"),
+        (r"<answer>\[\n7\n\]</answer>".replace(r"\n", "\n"), "\\[\n7\n\\]"),
+        ("<answer>4</answer> <answer>12", "12"),  # cut off
+        ("It is 5. <answer></answer>", "5"),
+        (r"<answer>3</answer>, so \boxed{4}", "4"),
+        ("The answer is 18</answer>", "18"),
+        ("The answer is 18 because 3*6=18.", "18"),
+        ("The answer is $\\frac{1}{2}$, since $a$ = 2", "$\\frac{1}{2}$"),
+        ("The answer is 5 (five).", "5"),
+        ("The answer is $x + 1$ (see above).", "$x + 1$"),
+        ("The answer is 18 (cents).", "18 (cents)"),
+        ("The answer is 3 (mod 7).", "3 (mod 7)"),
+        ("The answer is:\n\n- 18", "18"),
+        ("The answer is:\n\n-18", "-18"),
+        ("The answer is - 18", "- 18"),
         ("", None),
         ("no idea", None),
         (r"\boxedfoo{3}", "3"),
@@ -58,7 +78,26 @@ def test_an_empty_box_is_an_empty_answer():
 
 
 @pytest.mark.parametrize(
-    "piece", ["\\boxed{", "{", "}", "\\", "the answer is ", "1,", "$", ".", "#", "a 1/", "\\boxed", "*", "so "]
+    "piece",
+    [
+        "\\boxed{",
+        "{",
+        "}",
+        "\\",
+        "the answer is ",
+        "1,",
+        "$",
+        ".",
+        "#",
+        "a 1/",
+        "\\boxed",
+        "*",
+        "so ",
+        "<answer>",
+        "</",
+        " ",
+        "\n- ",
+    ],
 )
 def test_hostile_texts_take_no_time(piece):
     text = piece * (200_000 // len(piece))
@@ -66,4 +105,6 @@ def test_hostile_texts_take_no_time(piece):
     final_answer(text)
     final_answer("the answer is " + text)
     final_answer("\\boxed{" + text)
+    final_answer("<answer>" + text)
+    final_answer("The answer is 5 (five" + text)
     assert time.perf_counter() - start < 2

@@ -160,3 +160,40 @@ def attack():
     return {i * ((1 << 61) - 1) for i in range(3000)}
 """,
 }
+
+# Wrong programs that would rather not be judged: a failure of the grader's is left out of every mean.
+EXCUSES: dict[str, str] = {
+    "a UUID": "import uuid\ndef attack():\n    return uuid.UUID(int=1)",
+    "an array": "import array\ndef attack():\n    return array.array('i', [1])",
+    "a path": "import pathlib\ndef attack():\n    return pathlib.Path('wrong')",
+    "keys": "def attack():\n    return {'wrong': 1}.keys()",
+    "a view of memory": "def attack():\n    return memoryview(b'wrong')",
+    "a proxy": "import types\ndef attack():\n    return types.MappingProxyType({'wrong': 1})",
+    "a date with a zone": "import datetime\ndef attack():\n    return datetime.datetime.now(datetime.timezone.utc)",
+    "a function": "def attack():\n    return attack",
+    "a deep list": "def attack():\n    value = 0\n    for _ in range(99):\n        value = [value]\n    return value",
+    "a long number": "def attack():\n    return 10 ** 9000",
+    "no thing": r"""
+import os, struct
+def attack():
+    for body in (b'["value",{"o":[0,"x"]},null]', b'["value",{"o":0},null]', b'["value",{"o":-9},null]', b'{"o":{}}'):
+        for fd in range(3, 64):
+            try:
+                os.write(fd, struct.pack('=I', len(body)) + body)
+            except OSError:
+                pass
+    os._exit(0)
+""",
+    "deeper than can be sent back": r"""
+import os, struct
+def attack():
+    body = b'["value",' + b'[' * 150 + b']' * 150 + b',null]'
+    for fd in range(3, 64):
+        try:
+            os.write(fd, struct.pack('=I', len(body)) + body)
+        except OSError:
+            pass
+    os._exit(0)
+""",
+    "another exit": "def attack():\n    raise type('SystemExit', (BaseException,), {})",
+}

@@ -109,6 +109,10 @@ def when(): return datetime.date(2020, 1, 2), datetime.timedelta(1)
 def bad(): raise MyE("x")
 def same(a): return a
 def keys(d): return d.keys()
+def others():
+    import array, pathlib, uuid
+    return [uuid.UUID(int=7), pathlib.Path("a/b"), array.array("i", [1, 2]), {1: 2}.items()]
+def sliced(v): return v
 def gen(): yield from (1, 2)
 def stop(x): raise StopIteration
 def later():
@@ -139,12 +143,18 @@ WORKS = [
     "try:\n    bad()\n    assert False\nexcept (KeyError, ValueError):\n    pass",
     "g = gen()\nassert (next(g), next(g), next(g, 0)) == (1, 2, 0)",
     "assert type(same([])) is list and same(None) is None and gen() != [1, 2]",
-    "assert 2 in keys({2: 1}) and list(keys({2: 1})) == [2]",
+    "assert 2 in keys({2: 1}) and list(keys({2: 1, 1: 1})) == [2, 1] and keys({1: 2}) == {1} and keys({1: 2}) != {3}",
+    "import array, pathlib, uuid\n"
+    "assert others() == [uuid.UUID(int=7), pathlib.Path('a/b'), array.array('i', [1, 2]), {1: 2}.items()]",
+    "assert sliced(Vec(5))[0:1] == [5]",
     "assert later() == 1 and temporary() == 3",
 ]
 WRONG = [
     "assert all(map(stop, [1]))",
     "assert gen() == [1, 2]",
+    "assert keys({1: 2}) == [1]",
+    "import uuid\nassert others()[0] == uuid.UUID(int=8)",
+    "assert X == 4 or exit(1)",
     "assert Y == 3",
     "assert Vec(1) == 1",
     "try:\n    stop(1)\nexcept MyE:\n    pass",
@@ -152,8 +162,6 @@ WRONG = [
 ]
 BROKEN = {
     "a = [1]\nassert same(a) is a": "one cannot be asked",
-    "assert keys({1: 2}) == {1}": "a dict_keys",
-    "assert keys({1: 2}) != {3}": "a dict_keys",
     "assert X == 3\nimport sys\nsys.exit(0)": "end their own process",
     "try:\n    same(lambda: 1)\nexcept Exception:\n    pass": "a function cannot be passed",
 }
@@ -243,6 +251,19 @@ def test_a_child_that_cannot_start_is_a_failure_of_the_grader(tmp_path, monkeypa
     for row in ({"tests": ["assert f() == 1"]}, {"tests": [{"input": "", "output": ""}]}):
         (found,) = score(box, ["def f():\n    return 1"], **row)
         assert isinstance(found, Failed), found
+
+
+@confined
+@pytest.mark.parametrize("row", [{"tests": ["assert f() == 1"]}, {"tests": [{"input": "", "output": "1"}]}])
+def test_the_clock_starts_when_the_process_is_ready(tmp_path, monkeypatch, row):
+    """A machine under load: programs have their time when they get to start, and are not to blame when they do not."""
+    box = CodeReward(Sandbox("bwrap", Limits(timeout_s=0.5)), 1)
+    programs = ["def f():\n    return 1\nprint(1)", "import time\ntime.sleep(2)\ndef f():\n    return 1\nprint(1)"]
+    stand_in(tmp_path, monkeypatch, 'while [ "$1" != "--" ]; do shift; done; shift; sleep 0.6; exec "$@"')
+    assert score(box, programs, **row) == [1.0, 0.0]
+    monkeypatch.setattr("sparse_rl.sandbox.process._START_S", 0.3)
+    (found,) = score(box, programs[:1], **row)
+    assert isinstance(found, Failed) and "not ready after 0.3 s" in found.reason
 
 
 def stand_in(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
@@ -343,3 +364,19 @@ def test_numpy_and_threads_work(reward):
         "    t.start()\n    t.join()\n    return out[0]"
     )
     assert score(reward, [program], tests=["assert round(f()) == 8"]) == [1.0]
+    mean = "def f(x):\n    x[0] = 9\n    return x.mean(axis=0) + g(x.dtype.name)\ndef g(name):\n    return len(name)"
+    tests = ["a = np.array([[3, 1], [5, 3]])\nassert np.allclose(f(a), [12, 11]) and a.tolist() == [[9, 9], [5, 3]]"]
+    assert score(reward, [mean, mean.replace("+", "-")], tests=tests) == [1.0, 0.0]
+
+
+@confined
+def test_a_program_may_be_asked_for_a_helper(reward):
+    """Where the row says that it is the program's; what the tests define is theirs."""
+    own = "def isclose(a, b):\n    return abs(a - b) < 1"
+    tests = ["assert isclose(1, 1.5)", "assert not isclose(1, 2)"]
+    assert score(reward, [own], tests=tests, entry_point="isclose") == [1.0]
+    assert score(reward, [own], tests=tests, answer=own) == [1.0]
+    (found,) = score(reward, [own], tests=["assert isclose(1, 1)"])
+    assert isinstance(found, Failed) and "never call the program" in found.reason
+    theirs = "def approx(x):\n    return round(x)\nassert approx(f()) == 2"
+    assert score(reward, ["def f():\n    return 1.9"], tests=[theirs]) == [1.0]

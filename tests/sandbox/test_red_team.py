@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 from sandbox.attacks import BOMBS, FREE, NOT_EVERYWHERE, REFUSED, SEEN
-from sandbox.forgeries import FORGERIES
+from sandbox.forgeries import EXCUSES, FORGERIES
 
 from sparse_rl.grading.code import CodeReward
 from sparse_rl.sandbox.isolation import isolation
@@ -219,6 +219,77 @@ def test_verdicts_cannot_be_forged(reward):
         scores = graded(reward, [*(FORGERIES[name] for name in names), RIGHT], **way)
         assert dict(zip(names, scores, strict=False)) == dict.fromkeys(names, 0.0), way
         assert scores[-1] == 1.0
+
+
+def test_no_program_gets_itself_left_out(reward):
+    """Whatever it returns is right or wrong. What the tests do with a result changes nothing."""
+    row = {"tests": ["assert attack() == 'done'"]}
+    ways = [
+        row,
+        {"tests": [{"input": [], "output": "done"}], "entry_point": "attack"},
+        {"tests": None, "test": "def check(candidate):\n    assert candidate() == 'done'\n", "entry_point": "attack"},
+        {"tests": ["assert attack()[:2] == 'do'"]},
+        {"tests": ["found = attack()\nassert same(found) == 'done'"]},
+        {"tests": ["found = [attack()]\nfor _ in range(9):\n    found = same(found)\nassert found == ['done']"]},
+        {"tests": ["found = attack()\nassert found.replace('a', 'b') == 'done' and found[::-1] == 'enod'"]},
+        {"tests": ["xs = attack()\nassert max(xs, key=lambda x: x) == 'o' and xs.count('d') == 1"]},
+        {"tests": ["import sys\nif attack() != 'done':\n    sys.exit(1)"]},
+        {"tests": ["assert attack().join(map(str, [1, 2])) == '1done2'"]},
+    ]
+    same = "def same(value):\n    return value\n"
+    for way in ways:
+        names = list(EXCUSES) if way is row else random.SystemRandom().sample(list(EXCUSES), 2)
+        scores = graded(reward, [*(same + EXCUSES[name] for name in names), same + RIGHT], **way)
+        assert dict(zip(names, scores, strict=False)) == dict.fromkeys(names, 0.0), way
+        assert scores[-1] == 1.0, way
+    own = "class Own:\n    sort = index = lambda self, *given, **named: 0\ndef attack():\n    return Own()"
+    for test in ("xs = attack()\nxs.sort(key=len)\nassert xs == ['done']", "assert attack().index(print) == 1"):
+        assert graded(reward, [own], tests=[test]) == [0.0]
+
+
+HELPERS = """
+import sys
+yes = lambda *given, **named: True
+isclose = allclose = array_equal = approx = Counter = Fraction = isnan = assert_allclose = yes
+class np:
+    allclose = isclose = array_equal = array = staticmethod(yes)
+    class testing:
+        assert_allclose = assert_equal = staticmethod(yes)
+numpy = pytest = math = sys.modules['math'] = sys.modules['numpy'] = np
+class Liar:
+    __eq__ = __lt__ = __le__ = __ge__ = __gt__ = __contains__ = yes
+    __sub__ = __rsub__ = __abs__ = __float__ = __array__ = lambda self, *given, **named: RESULT
+"""
+
+
+def test_what_compares_is_the_checkers(reward):
+    """Helpers that the tests do not import, and the program has under the same names; the right program passes."""
+    tests = [
+        "np.allclose(f(1), 42)",
+        "numpy.isclose(f(1), 42)",
+        "math.isclose(f(1), 42)",
+        "isclose(f(1), 42) and allclose(f(1), 42)",
+        "array_equal([f(1)], [42])",
+        "assert_allclose(f(1), 42) is None",
+        "np.testing.assert_equal(f(1), 42) is None",
+        "(np.array([1, 42]) == np.array([1, f(1)])).all()",
+        "Counter([f(1)]) == Counter([42])",
+        "Fraction(f(1)) == Fraction(42)",
+        "not isnan(f(1)) and f(1) == approx(42)",
+        "approx(42) == f(1)",
+    ]
+    counted = "passed = []\n" + "\n".join(
+        f"try:\n    passed += [{test!r}] if {test} else []\nexcept Exception as error:\n    pass" for test in tests
+    )
+    wrong = ["41", "Liar()", "float('nan')"]
+    for result in wrong:
+        program = f"{HELPERS.replace('RESULT', '0.0')}def f(x):\n    return {result}"
+        verdict = reward.judge(program, {"tests": [counted, "assert passed == [], passed"]})
+        assert verdict.word == "passed", (result, verdict)
+    verdict = reward.judge(
+        "def f(x):\n    return 42", {"tests": [counted, f"assert len(passed) == {len(tests)}, passed"]}
+    )
+    assert verdict.word == "passed", verdict
 
 
 @pytest.mark.parametrize("name", ["memory by mmap", "a large file", "many files"])

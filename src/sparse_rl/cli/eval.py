@@ -138,7 +138,7 @@ def _dry_run(evaluation: Evaluation) -> None:
     table = Table(title=f"protocol {evaluation.protocol}", title_justify="left")
     heads = ("benchmark", "problems", "n", "temperature", "top-p", "max tokens", "template", "metrics", "reward")
     for head in heads:
-        table.add_column(head)
+        table.add_column(head, overflow="fold")
     samples = tokens = 0
     for name, suite in suites.items():
         own = suite.settings

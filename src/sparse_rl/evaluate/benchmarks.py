@@ -41,7 +41,7 @@ def evaluate_benchmarks(
     evaluation: Evaluation, output: str | Path, *, resume: bool = False, observer: EvalObserver | None = None
 ) -> dict[str, Any]:
     """Run what is not on disk yet; the contents of results.json, which lies in the folder with all samples."""
-    folder = Path(output)
+    folder, began = Path(output), time.perf_counter()
     check_device(evaluation.device)
     going_on = check_folder(folder, resume=resume)
     suites = build_suites(evaluation)
@@ -49,7 +49,8 @@ def evaluate_benchmarks(
     folder.mkdir(parents=True, exist_ok=True)
     with lock(folder, "evaluating"):
         going_on = check_folder(folder, resume=resume)  # again, now that nobody else writes
-        run = Run(folder, evaluation, suites, prompts, resume=going_on, observer=observer or EvalObserver())
+        record = Record(folder, evaluation, suites, resume=going_on, began=began)
+        run = Run(folder, evaluation, suites, prompts, record, observer or EvalObserver())
         try:
             run.generate()
         except BaseException:
@@ -90,13 +91,12 @@ class Run:
         evaluation: Evaluation,
         suites: dict[str, Suite],
         prompts: dict[str, dict[str, Prompts]],
-        *,
-        resume: bool,
+        record: Record,
         observer: EvalObserver,
     ) -> None:
         self.folder, self.evaluation, self.suites, self.observer = folder, evaluation, suites, observer
         self.prompts = prompts  # by model and benchmark
-        self.record = Record(folder, evaluation, suites, resume=resume)
+        self.record = record
         self.cells = evaluation.cells
         self.names = cell_folders(self.cells)
         self.stores = self._open()
@@ -130,6 +130,7 @@ class Run:
 
     def write_results(self) -> dict[str, Any]:
         """Write results.json; what it holds, as a reader has it."""
+        self.record.save()
         text = json.dumps(self.results(), indent=1, allow_nan=False)
         write_whole(self.folder / "results.json", f"{text}\n")
         results: dict[str, Any] = json.loads(text)
@@ -228,6 +229,7 @@ class Run:
         )
         capture_s = engine.stats.capture_s if engine.stats is not None else 0.0
         grader.close(block, generate_s=time.perf_counter() - began, capture_s=capture_s)
+        self.record.save()
         for pace in (self.whole, self.of_cell):
             pace.finished += len(part) * sampling.n
 

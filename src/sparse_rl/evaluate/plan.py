@@ -94,7 +94,12 @@ class Evaluation:
             raise ValueError(f"problems is {self.problems}; it must be at least 1.")
         policies: dict[str, str] = {}
         for spec in self.kv:
-            same = policies.setdefault(repr(parse_cache(spec)), spec)
+            policy = parse_cache(spec)
+            try:
+                policy.check_page_size(self.engine.page_size or policy.page_size)
+            except ValueError as error:
+                raise ValueError(f"cache {spec!r}: {error}") from None
+            same = policies.setdefault(repr(policy), spec)
             if same != spec:
                 raise ValueError(f"--kv has {same!r} and {spec!r}, which are the same cache; leave one out.")
         sets: dict[tuple[str, Lookup | None], str] = {}

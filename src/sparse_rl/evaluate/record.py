@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -32,18 +33,29 @@ SAMPLED = 64  # weights of each tensor that go into a model's digest
 class Record:
     """eval.json in memory; `save` after every change."""
 
-    def __init__(self, folder: Path, evaluation: Evaluation, suites: dict[str, Suite], *, resume: bool) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        evaluation: Evaluation,
+        suites: dict[str, Suite],
+        *,
+        resume: bool,
+        began: float | None = None,  # on time.perf_counter
+    ) -> None:
         self.path = folder / NAME
+        self.began = time.perf_counter() if began is None else began
         self.contents: dict[str, Any] = {
             "command": command(),
             "settings": _settings(evaluation, suites),
             **provenance(torch.device(evaluation.device)),
             "started": datetime.now(UTC).isoformat(timespec="seconds"),
+            "wall_s": 0.0,  # from the start to the end or the last block, resumes included
             "resumes": [],  # those whose commit, hardware or versions are not the above
             "models": {},
         }
         if resume:
             self._go_on()
+        self.earlier_s: float = self.contents.get("wall_s", 0.0)
         self.save()
 
     @property
@@ -79,6 +91,7 @@ class Record:
         self.save()
 
     def save(self) -> None:
+        self.contents["wall_s"] = round(self.earlier_s + time.perf_counter() - self.began, 1)
         write_whole(self.path, json.dumps(self.contents, indent=1) + "\n")
 
     def _go_on(self) -> None:

@@ -35,6 +35,8 @@ RULES = [
     (r"(?<!\\)\\[\[\]()]", " "),
     (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
     (r"\\[dt]binom(?![A-Za-z])", r"\\binom"),
+    (r"\{([^{}]*)\\choose(?![A-Za-z])([^{}]*)\}", r"\\binom{\1}{\2}"),
+    (r"^\s*(?:minus|negative)\s+(?=[\d.\\])", "-"),
     (r"\\(?:leqslant|leqq|leq)(?![A-Za-z])", r"\\le "),
     (r"\\(?:geqslant|geqq|geq)(?![A-Za-z])", r"\\ge "),
     (r"\\neq(?![A-Za-z])", r"\\ne "),
@@ -79,6 +81,9 @@ RULES = [
 ]  # fmt: skip
 COMPILED = [(re.compile(pattern), replacement) for pattern, replacement in RULES]
 TRAILING = re.compile(r"[\s.,;:]+$")
+# k\pi, k \in Z: that a letter stands for any integer may go without saying
+WHOLE = re.compile(r"[,;(]\s*([a-z])\s*\\in\s*(?:\\mathbb\{Z\}|\\text\{Z\}|Z)\s*\)?$")
+SIGNS = {"": "", "minus": "-", "negative": "-"}
 OPEN, CLOSE = "([{", ")]}"
 TOKEN = re.compile(r"\\[A-Za-z]+|\\.|.", re.DOTALL)
 
@@ -101,8 +106,11 @@ def normalise(text: str) -> str:
     text = re.sub(r"^\s*\\text\{[^{}]*(?:\bis|\bare|:|=)\s*\}(?=.)", "", text)
     text = re.sub(r"^\s*(?:\\approx|\\simeq|\\therefore|=|approximately|about)(?![A-Za-z])", "", text)
     text = TRAILING.sub("", " ".join(text.split()))
-    word = plain_text(text).casefold()
-    return str(COUNTED.index(word)) if word in COUNTED else text
+    whole = WHOLE.search(text)
+    if whole and re.search(rf"(?<![A-Za-z\\]){whole[1]}(?![A-Za-z])", text[: whole.start()]):
+        text = text[: whole.start()].strip()
+    sign, _, word = plain_text(text).casefold().rpartition(" ")
+    return f"{SIGNS[sign]}{COUNTED.index(word)}" if word in COUNTED and sign in SIGNS else text
 
 
 def _scaled(match: re.Match[str]) -> str:

@@ -186,8 +186,11 @@ def _lists(given: str, right: str) -> bool | None:
         return (
             other[0] == "(" and other[2] == ")" and _in_order(*((listed, parts) if theirs is None else (parts, listed)))
         )
-    single = right if theirs is None else given
-    return len(listed) == 1 and _same(*((listed[0], single) if theirs is None else (single, listed[0])))
+    if theirs is None and len(listed) == 2 and "\\pm" not in given:  # 1/2, or 0.5: one value in two spellings
+        return squeezed(listed[0]) != squeezed(listed[1]) and all(_same(item, right) for item in listed)
+    if theirs is None:
+        return len(listed) == 1 and _same(listed[0], right)
+    return len(listed) == 1 and _same(given, listed[0])
 
 
 def _items(text: str) -> list[str] | None:

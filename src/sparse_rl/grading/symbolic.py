@@ -19,6 +19,8 @@ HOSTILE = re.compile(r"(?:\^[{(\s+-]*(?:\d+|\\[A-Za-z]+|[A-Za-z])[)}\s]*){3}|(?:
 # 5 6 and {5}{6}, which the parser adds up, and 2^3^2, which may be 64 or 512
 DOUBTFUL = re.compile(r"(?<![_\d])\d+\s+\d|(?<![A-Za-z_^}\]])\{\s*\d+\s*\}\s*\{?\s*\d|\^\s*(?:\w|\{[^{}]*\})\s*\^")
 NAMED = re.compile(r"\\(angle|triangle|square|odot|widehat|overparen)\s*\{?((?:[A-Z](?:_\{?\d\}?)?\s*){2,})\}?")
+# The parser transposes whatever stands before ^T, and a letter transposed is the letter.
+TRANSPOSED = re.compile(r"(?<!matrix\})(?<!matrix\}[\])])\s*\^\s*(?:(?:T|\\top)(?![A-Za-z])|\{\s*(?:T|\\top)\s*\})")
 
 
 def formulas_equal(given: str, right: str) -> bool:
@@ -55,10 +57,11 @@ def value(text: str) -> float | None:
 
 
 def readable(text: str) -> str:
-    """As the parser wants it: 5% as a fraction, 2e5 as no multiple of e, gamma as no function."""
+    """As the parser wants it: 5% as a fraction, 2e5 as no multiple of e, gamma as no function, A^T as a power."""
     text = re.sub(r"(\d+(?:\.\d+)?) ?%", r"\\frac{\1}{100}", text)
     text = re.sub(r"(?<![A-Za-z])(\d+(?:\.\d+)?)[eE]([-+]?\d{1,3})(?![\d.])", r"\1 \\cdot 10^{\2}", text)
     text = re.sub(r"(?<![A-Za-z\\])E_(\{[^{}]*\}|\w)", lambda match: f"\\Xi_{{E{match[1].strip('{}')}}}", text)
+    text = TRANSPOSED.sub("^{(T)}", text)
     text = NAMED.sub(lambda match: f"\\text{{{match[1]}{re.sub(r'[^A-Z0-9]', '', match[2])}}}", text)
     return re.sub(r"\\gamma(?![A-Za-z])", r"\\text{gamma}", text)
 

@@ -107,7 +107,8 @@ def split_unit(text: str, variables: str | None = None) -> tuple[str, str]:
     for pattern in (IN_TEXT, BARE, AFTER_NUMBER, NUMBER_AND_LETTER):
         if match := pattern.fullmatch(text):
             words = re.findall(r"(?<!\\)[A-Za-z]+", match["unit"])
-            return (text, "") if any(map(NO_NOUN.fullmatch, words)) else (match["value"].strip(), match["unit"])
+            none = any(map(NO_NOUN.fullmatch, words)) or words[-1] in ("x", "y", "z")
+            return (text, "") if none else (match["value"].strip(), match["unit"])
     if variables is not None and (match := ONE_LETTER.fullmatch(text)) and match["letter"] not in variables:
         return match["value"].strip(), match["unit"]
     return text, ""

@@ -167,7 +167,12 @@ def provenance(results: Results) -> str:
         changed = [f"{key} {each[key]}" for key in ("hardware", "commit") if each.get(key)]
         changed += [f"{name} {version}" for name, version in each.get("versions", {}).items()]
         said += f" Resumed {each['resumed']} with {', '.join(changed)}."
-    return said
+    return f"{said} {_minutes(results['wall_s'])} in all." if results.get("wall_s") else said
+
+
+def _minutes(seconds: float) -> str:
+    """3 min 53 s"""
+    return f"{round(seconds) // 60} min {round(seconds) % 60} s" if seconds >= 59.5 else f"{seconds:.1f} s"
 
 
 def failures(results: Results) -> list[str]:
@@ -210,7 +215,8 @@ def markdown(results: Results) -> str:
     parts += [
         'Accuracy is in percent, ± one standard error over problems; "against full" is the difference to the dense '
         "cache, paired by problem. KV saved is 1 - entries held / entries a dense cache would hold, summed over decode "
-        'steps. "Cut off" are answers that ran into the length limit.',
+        "steps; over several benchmarks it is their mean, tokens per answer and tok/s are those of all samples "
+        'together. "Cut off" are answers that ran into the length limit.',
         *(_plain(note) for note in notes(results)),
         f"`{_plain(results['command'])}`  \n{_plain(provenance(results))}",
     ]

@@ -27,6 +27,19 @@ from sparse_rl.sandbox.compare import as_expected, right
 from sparse_rl.sandbox.encoding import decode, encode, write_frame
 from sparse_rl.sandbox.remote import Broken, Gone, Remote, ask, asked, exceptions, number
 
+# What tests say without importing it comes from here, never from the program: modules, what compares, and types whose
+# equality decides. Names that a task may ask for (gcd, sqrt, permutations) are not among them.
+_MODULES = {"np": "numpy", "numpy": "numpy", "pd": "pandas", "pytest": "pytest"}
+_HELPERS = {
+    "math": "isclose isnan isinf isfinite inf nan",
+    "numpy": "allclose array_equal array_equiv",
+    "numpy.testing": "assert_allclose assert_almost_equal assert_array_equal assert_array_almost_equal assert_equal",
+    "pytest": "approx raises",
+    "collections": "Counter OrderedDict defaultdict deque",
+    "decimal": "Decimal",
+    "fractions": "Fraction",
+}
+_FOUND_IN = {name: module for module, names in _HELPERS.items() for name in names.split()}
 _LONG = 1 << 20  # bytes of a result's text
 _replies, _verdict = 0, 2
 
@@ -35,7 +48,7 @@ def check() -> None:
     """Judge, and write the verdict."""
     judge: _Code | _Calls | _Record
     with open(TASK, "rb") as file:
-        task = decode(file.read())
+        task = decode(file.read(), request=True)
     kind = task.pop("kind")
     sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - test code may print
     try:
@@ -43,7 +56,6 @@ def check() -> None:
     except (Exception, Broken) as error:
         _say("broken", f"{type(error).__name__}: {error}")
         return
-    os.write(_verdict, READY)
     try:
         hello = b""
         while len(hello) < len(READY) and (chunk := os.read(_replies, len(READY) - len(hello))):
@@ -51,6 +63,7 @@ def check() -> None:
         if hello != READY:
             _say("broken", "the program's process did not start.")
             return
+        os.write(_verdict, READY)  # the program's time starts
         _say(*judge.verdict())
     except Broken as error:
         _say("broken", str(error))
@@ -71,8 +84,19 @@ class _Space(dict[str, Any]):
             raise KeyError(name)
         value = ask("value", Remote(name))
         if isinstance(value, Remote):
-            self[name] = value
+            self[name] = value = Remote(name)
         return value
+
+
+def _bound(node: ast.AST) -> list[str]:
+    """The names that a part of test code gives to things of its own."""
+    if isinstance(node, ast.alias):
+        return [(node.asname or node.name).partition(".")[0]]
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return [node.name]
+    if isinstance(node, ast.arg):
+        return [node.arg]
+    return [node.id] if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load) else []
 
 
 class _Code:
@@ -83,15 +107,22 @@ class _Code:
         own: dict[str, Any] = {"__name__": "tests"}
         exec(compile(prelude, "prelude", "exec"), own)
         self.space = _Space(own | {name: Remote(name) for name in names})
-        for node in (node for text in tests for node in ast.walk(ast.parse(text))):
+        nodes = [node for text in tests for node in ast.walk(ast.parse(text))]
+        self.bound = {name for node in nodes for name in _bound(node)}
+        for node in nodes:
             self.prepare(node)
 
     def prepare(self, node: ast.AST) -> None:
-        """Modules that nobody imported, exceptions that are the program's; Broken for what cannot work."""
+        """Modules and helpers that nobody imported, exceptions that are the program's; Broken for what cannot work."""
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
             name = node.value.id
             if name in sys.stdlib_module_names and name not in self.space and not hasattr(builtins, name):
                 self.space[name] = importlib.import_module(name)
+        if isinstance(node, ast.Name) and node.id not in self.space and node.id not in self.bound:
+            if node.id in _MODULES:
+                self.space[node.id] = importlib.import_module(_MODULES[node.id])
+            elif node.id in _FOUND_IN:
+                self.space[node.id] = getattr(importlib.import_module(_FOUND_IN[node.id]), node.id)
         if isinstance(node, ast.ExceptHandler) and node.type is not None:
             for name in (part.id for part in ast.walk(node.type) if isinstance(part, ast.Name)):
                 if name not in self.space and not hasattr(builtins, name):
@@ -108,7 +139,9 @@ class _Code:
             where = f"statement {i + 1} of {len(self.tests)}: {text.strip()[:200]}"
             try:
                 exec(code, self.space)
-            except SystemExit:
+            except SystemExit as end:
+                if asked and end.code not in (None, 0):
+                    return "failed", f"status {str(end.code)[:200]} in {where}"
                 raise Broken(f"the tests end their own process in {where}") from None
             except Exception as error:
                 return "failed" if asked else "broken", f"{type(error).__name__}: {error} in {where}"

@@ -6,8 +6,8 @@ answer   the program is a module: its functions are called over standard input a
 check    the checker of `checker.py`
 probe    try what must be refused (of `isolation.py`)
 
-Each says READY on standard output (the checker on standard error) once it is confined and before it reads a program:
-a process that never said so failed for reasons that are not the program's.
+Each says READY on standard output once it is confined and before it reads a program, the checker on standard error once
+it has heard it of the program's process. Its time starts there; what fails before is not the program's doing.
 """
 
 from __future__ import annotations
@@ -109,35 +109,33 @@ _VERBS: dict[str, Callable[..., Any]] = {
 
 
 class _Answers:
-    """Calls by name or by number; what is returned and is not plain gets a number and stays here."""
+    """Things by name or by number; what is returned and is not plain gets a number and stays here."""
 
     def __init__(self, module: types.ModuleType) -> None:
         self.module = module
         self.kept: list[Any] = []
         self.numbers: dict[int, int] = {}
 
-    def keep(self, value: Any) -> list[Any]:
-        """A number, and the type's name if values of it may equal plain ones ("" if not)."""
+    def keep(self, value: Any) -> int:
         number = self.numbers.setdefault(id(value), len(self.kept))
         if number == len(self.kept):
             self.kept.append(value)
-        kind: Any = type(value)
-        foreign = kind.__eq__ is not object.__eq__ and kind.__module__ != self.module.__name__
-        return [number, kind.__name__ if foreign else ""]
+        return number
+
+    def named(self, number: int | str) -> Any:
+        return self.kept[number] if isinstance(number, int) else getattr(self.module, number)
 
     def reply(self, request: bytes) -> bytes:
         """["value", value, the arguments if the call changed them] or ["raised", the type's names, its text]."""
         try:
-            verb, target, *rest = decode(request, lambda number: self.kept[number])
-            if isinstance(target, str):
-                target = getattr(self.module, target)
+            verb, target, *rest = decode(request, self.named, request=True)
             changed = None
             if verb == "call":
                 value = target(*rest[0], **rest[1])
             elif verb == "call and show":
-                before = encode(rest, self.keep)
+                before = encode(rest, self.keep, request=True)
                 value = target(*rest[0], **rest[1])
-                changed = rest if encode(rest, self.keep) != before else None
+                changed = rest if encode(rest, self.keep, request=True) != before else None
             else:
                 value = _VERBS[verb](target, *rest)
             reply = encode(["value", value, changed], self.keep)

@@ -9,6 +9,9 @@ object of one key, its tag:
 A subclass becomes its base, a numpy scalar or array what `tolist` makes of it. A few types of the standard library are
 their name and what they are made from: {"k": ["decimal.Decimal", "0.1"]}. Anything else is opaque: its owner keeps it
 and gives it a number, {"o": 7}, by which it can be named again but never looked into.
+
+A request to a program is nested deeper than a reply, since what came from there may go back with more around it, and
+its arrays stay arrays: {"a": [[1, 2], "int64"]}.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ import struct
 from collections.abc import Callable
 from typing import Any
 
-MAX_DEPTH = 100
+MAX_DEPTH = 100  # twice that in a request
 MAX_FRAME = 64 << 20  # bytes; HumanEval+ has a result of 34 million
 _SMALL = 1 << 53
 _TAGS: tuple[tuple[Any, str], ...] = ((tuple, "t"), (set, "s"), (frozenset, "f"))
@@ -28,6 +31,13 @@ _DAY, _CLOCK = ("year", "month", "day"), ("hour", "minute", "second", "microseco
 # Types by name (to import them all would cost every child milliseconds), and the arguments that make a value again.
 _KINDS: dict[str, Callable[[Any], list[Any]]] = {
     "builtins.range": lambda value: [value.start, value.stop, value.step],
+    "builtins.slice": lambda value: [value.start, value.stop, value.step],
+    "builtins.dict_keys": lambda value: [list(value)],
+    "builtins.dict_items": lambda value: [list(value)],
+    "array.array": lambda value: [value.typecode, value.tolist()],
+    "uuid.UUID": lambda value: [str(value)],
+    "pathlib.PosixPath": lambda value: [str(value)],
+    "pathlib.PurePosixPath": lambda value: [str(value)],
     "collections.deque": lambda value: [list(value), value.maxlen],
     "decimal.Decimal": lambda value: [str(value)],
     "fractions.Fraction": lambda value: [value.numerator, value.denominator],
@@ -35,6 +45,10 @@ _KINDS: dict[str, Callable[[Any], list[Any]]] = {
     "datetime.date": lambda value: [getattr(value, name) for name in _DAY],
     "datetime.time": lambda value: [getattr(value, name) for name in _CLOCK],
     "datetime.datetime": lambda value: [getattr(value, name) for name in _DAY + _CLOCK],
+}
+_VIEWS: dict[str, Callable[[list[Any]], Any]] = {  # types that have no name to call them by
+    "builtins.dict_keys": lambda keys: dict.fromkeys(keys).keys(),
+    "builtins.dict_items": lambda items: dict(items).items(),
 }
 
 
@@ -46,9 +60,13 @@ def _no_opaque(value: Any) -> Any:
     raise Unreadable(f"a {type(value).__name__} is not plain data.")
 
 
-def encode(value: Any, keep: Callable[[Any], Any] = _no_opaque) -> bytes:
-    """The text of a value; `keep` gives what stands for one that is not plain: a number, or anything JSON holds."""
-    return json.dumps(_tagged(value, keep, 0), separators=(",", ":")).encode()
+def encode(value: Any, keep: Callable[[Any], int | str] = _no_opaque, *, request: bool = False) -> bytes:
+    """The text of a value; `keep` gives the number or name of one that is not plain."""
+    return json.dumps(_tagged(value, keep, request, _depth(request)), separators=(",", ":")).encode()
+
+
+def _depth(request: bool) -> int:
+    return 2 * MAX_DEPTH if request else MAX_DEPTH
 
 
 def encode_fields(**fields: bytes) -> bytes:
@@ -56,22 +74,22 @@ def encode_fields(**fields: bytes) -> bytes:
     return b'{"d":[' + b",".join(b"[%s,%s]" % (encode(name), text) for name, text in fields.items()) + b"]}"
 
 
-def _tagged(value: Any, keep: Callable[[Any], Any], depth: int) -> Any:
+def _tagged(value: Any, keep: Callable[[Any], int | str], request: bool, left: int) -> Any:
     kind = type(value)
     if value is None or kind is bool or kind is str or kind is float:
         return value
-    if depth > MAX_DEPTH:
-        raise Unreadable(f"a value is nested more than {MAX_DEPTH} deep.")
+    if left < 0:
+        raise Unreadable("a value is nested too deep.")
     if isinstance(value, int):
         number = int.__int__(value)
         return number if -_SMALL < number < _SMALL else {"i": hex(number)}
     if isinstance(value, list):
-        return [_tagged(item, keep, depth + 1) for item in list.__iter__(value)]
+        return [_tagged(item, keep, request, left - 1) for item in list.__iter__(value)]
     for base, tag in _TAGS:
         if isinstance(value, base):
-            return {tag: [_tagged(item, keep, depth + 1) for item in base.__iter__(value)]}
+            return {tag: [_tagged(item, keep, request, left - 1) for item in base.__iter__(value)]}
     if isinstance(value, dict):
-        return {"d": [[_tagged(part, keep, depth + 1) for part in pair] for pair in dict.items(value)]}
+        return {"d": [[_tagged(part, keep, request, left - 1) for part in pair] for pair in dict.items(value)]}
     if isinstance(value, str):
         return str.__str__(value)
     if isinstance(value, float):
@@ -81,28 +99,29 @@ def _tagged(value: Any, keep: Callable[[Any], Any], depth: int) -> Any:
     if isinstance(value, complex):
         return {"c": [complex(value).real, complex(value).imag]}
     if kind.__module__ == "numpy" and hasattr(value, "tolist"):
-        return _tagged(value.tolist(), keep, depth + 1)
+        plain = _tagged(value.tolist(), keep, request, left - 1)
+        return {"a": [plain, str(value.dtype)]} if request and value.shape and value.dtype.isbuiltin else plain
     name = f"{kind.__module__}.{kind.__qualname__}"
     if name in _KINDS and getattr(value, "tzinfo", None) is None:
-        return {"k": [name, *(_tagged(part, keep, depth + 1) for part in _KINDS[name](value))]}
+        return {"k": [name, *(_tagged(part, keep, request, left - 1) for part in _KINDS[name](value))]}
     return {"o": keep(value)}
 
 
-def decode(text: bytes, opaque: Callable[[Any], Any] = _no_opaque) -> Any:
+def decode(text: bytes, opaque: Callable[[Any], Any] = _no_opaque, *, request: bool = False) -> Any:
     """The value of a text; `opaque` makes something of what `keep` gave. Unreadable for anything else."""
     try:
-        return _plain(json.loads(text), opaque, 0)
+        return _plain(json.loads(text), opaque, request, _depth(request))
     except (ValueError, TypeError, LookupError, ArithmeticError, RecursionError) as error:
         raise Unreadable(f"this is not an encoded value: {str(error)[:80]}") from None
 
 
-def _plain(given: Any, opaque: Callable[[Any], Any], depth: int) -> Any:
-    if depth > 2 * MAX_DEPTH + 2:
+def _plain(given: Any, opaque: Callable[[Any], Any], request: bool, left: int) -> Any:
+    if not isinstance(given, list | dict):
+        return given
+    if left < 0:
         raise Unreadable("too deep.")
     if isinstance(given, list):
-        return [_plain(item, opaque, depth + 1) for item in given]
-    if not isinstance(given, dict):
-        return given
+        return [_plain(item, opaque, request, left - 1) for item in given]
     ((tag, body),) = given.items()
     if tag == "i":
         return int(body, 16)
@@ -112,9 +131,13 @@ def _plain(given: Any, opaque: Callable[[Any], Any], depth: int) -> Any:
         return complex(*body)
     if tag == "o":
         return opaque(body)
-    items = [_plain(item, opaque, depth + 1) for item in body]
     if tag == "d":
-        return dict(items)
+        return dict([_plain(part, opaque, request, left - 1) for part in pair] for pair in body)
+    items = [_plain(item, opaque, request, left - 1) for item in body]
+    if tag == "a" and request:
+        return importlib.import_module("numpy").array(*items)
+    if tag == "k" and items[0] in _VIEWS:
+        return _VIEWS[items[0]](*items[1:])
     if tag == "k":
         module, name = {name: name.split(".") for name in _KINDS}[items[0]]
         return getattr(importlib.import_module(module), name)(*items[1:])

@@ -32,6 +32,7 @@ MAX_OUTPUT = 16 << 20  # bytes a program may print
 MAX_FOLDER, MAX_FILES = 64 << 20, 500  # bytes and files of a private folder
 MAX_THREADS = 32
 _LOOK_EVERY_S = 0.02
+_START_S, _START_CPU_S = 60.0, 5  # that processes may take to get ready, on the clock and of processor time
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 _BOOT = f"import sys; sys.path.append({_PACKAGE!r}); from sparse_rl.sandbox.child import main; main()"
 _SYSTEM = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/etc/ld.so.cache", "/usr/share/zoneinfo")
@@ -41,7 +42,7 @@ _SYSTEM = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/etc/l
 class Limits:
     """What one run of a program may take.
 
-    timeout_s: seconds on the clock (and of processor time, rounded up)
+    timeout_s: seconds on the clock from when its process is ready (and a few more of processor time)
     memory_mb: address space
     """
 
@@ -91,8 +92,8 @@ class Sandbox:
                 stdin.seek(0)
                 with _child(self, "run", folder, stdin=stdin, stdout=subprocess.PIPE) as process:
                     assert process.stdout is not None
-                    deadline = time.monotonic() + self.limits.timeout_s
-                    output, stopped = _read(process.stdout.fileno(), [(process, folder)], deadline, MAX_OUTPUT)
+                    out, limit = process.stdout.fileno(), self.limits.timeout_s
+                    output, stopped, deadline = _read(out, [(process, folder)], limit, MAX_OUTPUT)
                     if not stopped:
                         stopped = _ended(process, folder, deadline)
         started = output.startswith(READY)
@@ -118,13 +119,13 @@ class Sandbox:
                     os.close(fd)
             assert checker.stderr is not None
             children = [(checker, mine), (candidate, its)]
-            output, stopped = _read(checker.stderr.fileno(), children, start + limit, MAX_FRAME + 4096)
-            crashed = not stopped and _ended(checker, mine, start + limit) == "" and checker.returncode < 0
+            output, stopped, deadline = _read(checker.stderr.fileno(), children, limit, MAX_FRAME + 4096)
+            crashed = not stopped and _ended(checker, mine, deadline) == "" and checker.returncode < 0
         return _verdict(output, stopped, crashed, time.monotonic() - start)
 
 
 def _verdict(output: bytes, stopped: str, crashed: bool, seconds: float) -> Verdict:
-    """What the checker said. It says READY before it hears of the program: later silence is the program's doing."""
+    """What the checker said. It says READY when both processes are: later silence is the program's doing."""
     ready, said = output.startswith(READY), output.removeprefix(READY)[4:]  # a frame's length goes before its body
     word, _, detail = said.partition(b"\n")
     if word.decode(errors="replace") in ("passed", "failed", "broken"):
@@ -132,7 +133,7 @@ def _verdict(output: bytes, stopped: str, crashed: bool, seconds: float) -> Verd
     if word == b"recorded":
         return Verdict("recorded", values=detail, seconds=seconds)
     if not ready or crashed:
-        return Verdict("broken", f"the checker {stopped or 'crashed'}: {output[-200:].decode(errors='replace')}")
+        return Verdict("broken", f"the checker {stopped or 'ended'}: {output[-200:].decode(errors='replace')}")
     return Verdict("failed", f"the program {stopped or 'gave answers that end its checker'}.", seconds=seconds)
 
 
@@ -190,7 +191,7 @@ def _child(
     confinement = Confinement(
         folder=folder,
         readable=readable(),
-        cpu_s=math.ceil(max(limit_s, sandbox.limits.timeout_s)) + 1,
+        cpu_s=math.ceil(max(limit_s, sandbox.limits.timeout_s)) + _START_CPU_S,
         memory_bytes=sandbox.limits.memory_mb << 20,
         file_bytes=MAX_FOLDER // 8,
         parent=0 if sandbox.method == "bwrap" else os.getpid(),
@@ -230,29 +231,36 @@ def _child(
 
 
 def _read(
-    fd: int, children: list[tuple[subprocess.Popen[bytes], str]], deadline: float, limit: int
-) -> tuple[bytes, str]:
-    """What comes until the other side closes, and why reading stopped before, or ""."""
-    output = bytearray()
+    fd: int, children: list[tuple[subprocess.Popen[bytes], str]], limit_s: float, limit: int
+) -> tuple[bytes, str, float]:
+    """What comes until the other side closes, why reading stopped before, or "", and the time limit's end.
+
+    The time limit starts with READY.
+    """
+    output, ready = bytearray(), False
+    deadline = time.monotonic() + _START_S
     poll = select.poll()
     poll.register(fd, select.POLLIN)
     look = 0.0
     while True:
         now = time.monotonic()
         if now >= deadline:
-            return bytes(output), "ran longer than its time limit"
+            late = "ran longer than its time limit" if ready else f"was not ready after {_START_S} s"
+            return bytes(output), late, deadline
         if now >= look:
             look = now + _LOOK_EVERY_S
             for process, folder in children:
                 if excess := _excess(process, folder):
-                    return bytes(output), excess
+                    return bytes(output), excess, deadline
         if poll.poll(1000 * min(_LOOK_EVERY_S, deadline - now)):
             chunk = os.read(fd, 1 << 16)
             if not chunk:
-                return bytes(output), ""
+                return bytes(output), "", deadline
             output += chunk
+            if not ready and output.startswith(READY):
+                ready, deadline = True, time.monotonic() + limit_s
             if len(output) > limit:
-                return bytes(output), f"printed more than {limit} bytes"
+                return bytes(output), f"printed more than {limit} bytes", deadline
 
 
 def _excess(process: subprocess.Popen[bytes], folder: str) -> str:
@@ -290,4 +298,5 @@ def probe(sandbox: Sandbox, secret: str) -> tuple[bytes, str]:
         pipe, nothing = subprocess.PIPE, subprocess.DEVNULL
         with _child(sandbox, "probe", folder, secret=secret, stdin=nothing, stdout=pipe) as process:
             assert process.stdout is not None
-            return _read(process.stdout.fileno(), [(process, folder)], time.monotonic() + 20, 1 << 16)
+            output, stopped, _ = _read(process.stdout.fileno(), [(process, folder)], 20.0, 1 << 16)
+            return output, stopped

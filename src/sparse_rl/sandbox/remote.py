@@ -6,6 +6,7 @@ is raised here as the built-in exceptions it derives from, or as one that the te
 
 What decides is never left to the program: no thing of its own equals a plain value, is more or less than one, holds one
 (`in` looks through its items here) or stands for a number. Otherwise an object that says yes to everything would pass.
+Nor can it say that it is not to be judged: only what a test does of itself is Broken.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class Broken(BaseException):
 
 
 class Gone(BaseException):
-    """The program's process has ended, or writes what nobody can read."""
+    """The program's process has ended, or gives what nobody can read or use."""
 
 
 class CandidateError(Exception):
@@ -36,18 +37,12 @@ class CandidateError(Exception):
 class Remote:
     """A name or a thing of the program's."""
 
-    def __init__(self, target: str | int, compares: str = "") -> None:
+    def __init__(self, target: str | int) -> None:
         object.__setattr__(self, "_target", target)
-        object.__setattr__(self, "_compares", compares)
 
     def __eq__(self, other: object) -> bool:
         """Things of the program's are compared over there. A plain value is not shown to it, and equals none."""
-        if isinstance(other, Remote):
-            return bool(ask("operator", self, "eq", other))
-        if self.__dict__["_compares"]:
-            kind = self.__dict__["_compares"]
-            raise Broken(f"a {kind} of the program's process cannot be compared with a {type(other).__name__} here.")
-        return False
+        return isinstance(other, Remote) and bool(ask("operator", self, "eq", other))
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         return ask("call and show", self, list(arguments), named)
@@ -108,27 +103,27 @@ for _name in ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow"
     setattr(Remote, f"__r{_name}__", _arithmetic("reflected", _name))
 
 
-def number(value: Any) -> int:
-    """What stands for a thing of the program's on its way back."""
-    if isinstance(value, Remote) and isinstance(value.__dict__["_target"], int):
-        return value.__dict__["_target"]
-    raise Broken(f"a {type(value).__name__} cannot be passed to a program in another process.")
+def number(value: Any) -> str | int:
+    """What stands for a thing of the program's on its way back: its number, or its name."""
+    if isinstance(value, Remote):
+        target: str | int = value.__dict__["_target"]
+        return target
+    raise Unreadable(f"a {type(value).__name__} cannot be passed to a program in another process.")
 
 
-def _remote(kept: Any) -> Remote:
-    target, compares = kept
-    if not isinstance(target, int) or not isinstance(compares, str):
+def _remote(number: Any) -> Remote:
+    if not isinstance(number, int):
         raise Unreadable("a thing has no number.")
-    return Remote(target, compares[:80])
+    return Remote(number)
 
 
 def ask(verb: str, remote: Remote, *rest: Any) -> Any:
     """What the program's process answers; raises what the program raised."""
-    target = remote.__dict__["_target"]
     try:
-        request = encode([verb, target if isinstance(target, str) else remote, *rest], number)
+        request = encode([verb, remote, *rest], number, request=True)
     except Unreadable as error:
-        raise Broken(f"an argument cannot be passed to a program in another process: {error}") from None
+        # What a function is called with is the tests' doing; that a result is a thing, and not a list, the program's.
+        raise (Broken if isinstance(number(remote), str) else Gone)(str(error)) from None
     asked.append(verb)
     try:
         write_frame(_calls, request)
@@ -160,7 +155,10 @@ def _exception(names: list[str], text: str) -> Exception:
 
 
 def _renew(old: Any, new: Any) -> Any:
-    """The value `new`, in the very lists, dicts and sets of `old` as far as they go together."""
+    """The value `new`, in the very lists, dicts, sets and arrays of `old` as far as they go together."""
+    if type(old).__module__ == "numpy" and isinstance(new, list):
+        old[...] = new
+        return old
     if type(old) is not type(new) or not isinstance(old, list | dict | set | tuple):
         return new
     if isinstance(old, tuple):

@@ -10,9 +10,14 @@ tests                    a user's own: assert statements, or {"input": ..., "out
 
 Statements run in a process beside the program's. They may call its functions, make and use its objects, read its
 globals, catch its exceptions and look at lists, dicts and sets that it changed. Results are plain data, and Decimal,
-Fraction, deque, range and dates without a zone. What does not go over is the grader's failure, never a 0: a function
-passed to the program, `f(a) is a`, a result of another type of the library's that equals plain data (the keys of a
-dict). An object of the program's own class is compared with others of its own, and never equals plain data.
+Fraction, deque, array, range, slice, the keys and items of a dict, UUID, paths, and dates without a zone. Any other
+object is compared with others of the program's, and equals nothing else: to return one never makes a result one that
+is left out. What tests do that does not go over is the grader's failure, never a 0: a function passed to a function of
+the program's, `f(a) is a`.
+
+Names that tests do not define are the program's, but for modules and the usual helpers (np, isclose, approx, Counter):
+those are the checker's, unless `entry_point` or the canonical solution has them. A helper of another name that decides
+has to come with the tests, or the program will have one that says yes.
 """
 
 from __future__ import annotations
@@ -168,11 +173,7 @@ def suite_of(row: Mapping[str, Any]) -> Suite:
         return Texts(tests=tuple((str(test["input"]), str(test["output"])) for test in _some(tests)), usual=True)
     if "test_list" in row:
         setup = [row["test_setup_code"]] if row.get("test_setup_code") else []
-        # One task wants a function `sum`: what the canonical solution defines is the program's.
-        names = tuple(
-            re.findall(r"^(?:def|class) +(\w+)", str(row.get("answer") or row.get("code") or ""), re.MULTILINE)
-        )
-        return Statements(tests=(*setup, *_some(_loaded(row["test_list"]))), names=names)
+        return Statements(tests=(*setup, *_some(_loaded(row["test_list"]))), names=_defined(row))
     if "test" in row and entry:
         prompt = problem if f"def {entry}" in problem else ""
         return Statements(tests=(row["test"], f"check({entry})"), prompt=prompt, entry_point=entry)
@@ -202,7 +203,7 @@ def _evalplus(row: Mapping[str, Any], problem: str, entry: str) -> Calls:
 
 def _own(tests: list[Any], row: Mapping[str, Any], entry: str) -> Suite:
     if all(isinstance(test, str) for test in tests):
-        return Statements(tests=tuple(tests))
+        return Statements(tests=tuple(tests), names=_defined(row) + ((entry,) if entry else ()))
     if not all(isinstance(test, Mapping) and {"input", "output"} <= test.keys() for test in tests):
         raise ValueError("the column tests must hold assert statements, or objects with an input and an output.")
     if not entry:
@@ -211,6 +212,12 @@ def _own(tests: list[Any], row: Mapping[str, Any], entry: str) -> Suite:
     expected = encode([["value", test["output"]] for test in tests])
     atol = float(row.get("atol") or 0.0)
     return Calls(function=entry, inputs=encode(given), expected=expected, atol=atol, oracle="json")
+
+
+def _defined(row: Mapping[str, Any]) -> tuple[str, ...]:
+    """One task wants a function `sum`: what the canonical solution defines is the program's."""
+    solution = str(row.get("answer") or row.get("code") or "")
+    return tuple(re.findall(r"^(?:def|class) +(\w+)", solution, re.MULTILINE))
 
 
 def _loaded(value: Any) -> list[Any]:
