@@ -77,7 +77,7 @@ def test_a_budget_that_moves_is_planned_at_its_largest():
     _, given = plan(*base, "--kv.budget", "auto", "--control.largest", "2040")
     assert "up to 2048 + 128 entries a row" in given["formulas"]["KV pool"]
     code, _, err = run("plan", *base, "--kv.budget", "auto", "--control.smallest", "8192")
-    assert code == 2 and "control.auto has nothing to choose from" in err and "lower control.smallest" in err
+    assert code == 2 and "control.auto has no budget to choose from" in err and "Lower control.smallest" in err
 
 
 def test_recipes_and_models_at_hand_need_no_download():

@@ -125,8 +125,7 @@ HIGH_REJECTION = 0.15  # from here on the correction throws too much away
 REMEDIES = {  # what an alarm asks for
     "alarm/rejection": "raise kv.budget, or choose a gentler policy or correction. rejected.jsonl shows which tokens "
     "the dense model would not have written.",
-    "alarm/tail": "raise kv.budget for such contexts: a schedule, or kv.budget auto; if that is on, leave "
-    "out control.largest.",
+    "alarm/tail": "raise kv.budget for such contexts: a schedule, or kv.budget auto, which goes up to control.largest.",
     "alarm/length": "if the reward does not ask for short answers, the cache is too sparse for long ones: raise "
     "kv.budget for long contexts (a schedule, or kv.budget auto), or choose a correction that keeps long rollouts, "
     "prefix say.",

@@ -34,6 +34,7 @@ from sparse_rl.types import Rollout
 logger = logging.getLogger(__name__)
 
 UP, DOWN = 4, 2  # most grid steps at once
+PAGE = 16  # budgets are multiples of it, unless they are too small for that
 ENOUGH = 10  # bad tokens expected at the limit before a budget is judged
 SURE, PRECISE = 2.0, 0.2  # then: standard errors from the limit, or a standard error that is this share of it
 SLACK, SPARE = 1.1, 0.5  # of the limit: a held budget fails above the one, and may be lowered below the other
@@ -55,7 +56,7 @@ class ControlConfig:
     smallest: smallest budget of the grid; if not given, a 64th of the longest context, or kv.budget where that is less
     largest: largest budget of the grid; if not given, the one from which on nothing is left out of the longest context
     budgets: how many there are at most, each the same factor above the one before
-    multiple: they are multiples of this, and of engine.page_size where a policy reads whole pages
+    multiple: they are multiples of this (16, or 1 if contexts are under 1,024 tokens), and of pages that are read whole
     """
 
     auto: bool = False
@@ -69,7 +70,7 @@ class ControlConfig:
     smallest: int | None = None
     largest: int | None = None
     budgets: int = 18
-    multiple: int = 16
+    multiple: int | None = None
 
     def __post_init__(self) -> None:
         check_choices(self, "control")
@@ -272,7 +273,8 @@ def control_grid(config: ControlConfig, kv: KVPolicy, *, prompt: int, longest: i
     """
     schedule = schedule_of(kv)
     top = dense_from(kv, prompt, longest)
-    page = math.lcm(config.multiple, page_size) if isinstance(kv, SelectPolicy) else config.multiple
+    page = config.multiple or (PAGE if top >= PAGE * SPAN else 1)
+    page = math.lcm(page, page_size) if isinstance(kv, SelectPolicy) else page
     lowest = config.smallest or min(top // SPAN, schedule.budgets[0]) // page * page
     try:
         grid = budget_grid(
@@ -286,14 +288,14 @@ def control_grid(config: ControlConfig, kv: KVPolicy, *, prompt: int, longest: i
         )
     except ValueError:
         grid = []
-    if len(grid) < 2 or grid[0] >= top:
+    if len(grid) < 2:  # the smaller of two leaves something out
+        ends = (("smallest", config.smallest), ("largest", config.largest))
+        given = "".join(f", control.{name} {value}" for name, value in ends if value is not None)
         interval = f" (kv.interval {kv.interval})" if isinstance(kv, EvictPolicy) else ""
-        least = f"the smallest budget is {grid[0]}" if grid else f"{kv.name} can do none of them"
         raise ValueError(
-            f"control.auto has nothing to choose from: contexts end at {longest} tokens and lose none with a budget of "
-            f"{max(top, 0)}{interval}, and {least} (control.smallest {config.smallest}, control.largest "
-            f"{config.largest}, pages of {page_size}); lower control.smallest, kv.interval or what is protected, or "
-            "raise sampling.max_tokens."
+            f"control.auto has {'only ' + str(grid[0]) if grid else 'no budget'} to choose from: {kv.name} on pages of "
+            f"{page_size}{given}; and contexts end at {longest} tokens, which lose nothing from {max(top, 0)} on"
+            f"{interval}. Lower control.smallest, kv.interval or what is protected, or raise sampling.max_tokens."
         )
     return tuple(grid)
 
