@@ -140,7 +140,8 @@ def _engine_results(bench: Bench) -> dict[str, Any]:
 def warm_up(bench: Bench) -> tuple[float, dict[str, float] | None]:
     """Run once whatever compiles or captures: prefill, full rows, a compression, ever fewer rows; and xi's floor.
 
-    The pool is that of the measured run, since the last prompt keeps its length and is left unfinished.
+    A run that is cut has all its rows to the end, and needs no steps for fewer. The pool is that of the measured run,
+    since the last prompt keeps its length and is left unfinished.
     """
     config = bench.config
     synchronize(bench.device)
@@ -148,12 +149,13 @@ def warm_up(bench: Bench) -> tuple[float, dict[str, float] | None]:
     num_prompts = max(2, -(-config.rows // config.n))
     fill = steps_to_fill(bench.policy, config.prompt) or FLOOR_TOKENS
     steps = fill + WARM_TOKENS + num_prompts.bit_length()
+    earlier = [0 if config.cut else i.bit_length() for i in range(num_prompts)]
     short = [
-        replace(prompt, max_tokens=max(1, min(steps - i.bit_length(), config.output)) if i else config.output)
+        replace(prompt, max_tokens=max(1, min(steps - earlier[i], config.output)) if i else config.output)
         for i, prompt in enumerate((bench.prompts * 2)[:num_prompts])
     ]
     finished = run_until(bench.engine, short[::-1], bench.sampling, unfinished=config.n)[:FLOOR_ROLLOUTS]
-    for decoder in bench.engine.decoders.values():
+    for decoder in bench.engine.decoders.values() if not config.cut else ():
         decoder.capture()
     synchronize(bench.device)
     seconds = time.perf_counter() - began
