@@ -17,11 +17,14 @@ from sparse_rl.model.shapes import shape_config
 from sparse_rl.model.tiny import FAMILIES, tiny_model, tiny_tokenizer
 from sparse_rl.plan import Device, Run, make_plan, model_config, model_size, remedies, rows_that_fit, summary, together
 from sparse_rl.plan.device import GPUS, choose_device, parse_bytes
-from sparse_rl.plan.memory import LEARNING, largest
+from sparse_rl.plan.memory import largest
+from sparse_rl.plan.records import LEARNING
 from sparse_rl.rollout import Engine, EngineConfig, Sampling
 from sparse_rl.train import OptimizerConfig
+from sparse_rl.train.distill import DistillConfig, Distiller
 from sparse_rl.train.master import MasterWeights
 from sparse_rl.train.peaks import MemoryPeaks
+from sparse_rl.train.processes import Processes
 
 BIG = Device(name="big", memory=10**15)
 H200 = choose_device("cpu", gpu="h200")
@@ -105,6 +108,48 @@ def test_the_pool_and_the_rows_are_the_engine_s(family, policy):
     pool = next(line for line in plan.lines if line.name == "KV pool")
     assert ("layers" in pool.stages) == engine.bounded  # the trainer releases the others
     assert size.attention == replace(dry_run(model), device=torch.device("meta"))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_the_sampler_s_adapter_and_its_state_are_the_distiller_s(dtype):
+    model = tiny_model("qwen2", dtype=dtype)
+    loaded = LoadedModel(model=model, tokenizer=tiny_tokenizer(), shape=dry_run(model))
+    distiller = Distiller(loaded, DistillConfig(r=3), RKV(), 0, Processes())
+    masters, own = distiller.learner.masters.masters, list(distiller.adapter.parameters())
+    for master in masters:
+        master.grad = torch.zeros_like(master)
+    distiller.learner.optimizer.step()
+    state = distiller.learner.optimizer.state.values()
+    moments = sum(each[key].nbytes for each in state for key in ("exp_avg", "exp_avg_sq"))
+    others = sum(master.nbytes for master in masters if all(master is not parameter for parameter in own))
+
+    size = model_size(model.config, "qwen2", dtype)
+    plan = make_plan(size, long_run(distill=size.adapters(3)), BIG)
+    assert held(plan, "sampler's adapter") == sum(parameter.nbytes for parameter in own) + others + moments
+    assert held(plan, "its gradients") == sum(master.grad.nbytes for master in masters)
+
+
+def test_the_positions_kept_are_those_of_the_rollouts():
+    model = tiny_model("llama")
+    loaded = LoadedModel(model=model, tokenizer=tiny_tokenizer(), shape=dry_run(model))
+    size = model_size(model.config, "llama", torch.float32)
+    prompts = [torch.randint(0, 256, (40,)).tolist() for _ in range(2)]
+    for policy in (
+        RKV(budget=20, interval=7, window=4),  # less than the prompt
+        SnapKV(budget=13, interval=8, window=8, protect_prompt=True),
+        Streaming(budget=named((0, 50, 70), (8, 16, 30)), interval=5),
+    ):
+        engine = Engine(loaded, policy, EngineConfig(rows=3, page_size=16))
+        rollouts = engine.generate(prompts, Sampling(max_tokens=60, stop_ids=()), record_kept=True)
+        real = sum(kept.nbytes for rollout in rollouts for kept in rollout.kept_positions)
+        run = long_run(kv=policy, requests=2, prompt=40, completion=60, distill=size.adapters(2))
+        assert held(make_plan(size, run, BIG), "positions kept") == real > 0
+        of_each = [
+            held(make_plan(size, replace(run, kv=replace(policy, budget=budget)), BIG), "positions kept")
+            for budget in range(10, 91)
+        ]
+        moving = replace(run, kv=replace(policy, budget=90), auto=10)
+        assert held(make_plan(size, moving, BIG), "positions kept") == pytest.approx(max(of_each), rel=0.1)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -60,8 +60,24 @@ def test_every_setting_counts():
         ["--ranks", "2"],
         ["--num_generations", "2", "--trainer.prompts_per_step", "4"],  # TRL's names work too
         ["--engine.pool_bytes", "10000000000"],
+        ["--kv.budget", "auto"],
+        ["--distill.r", "64"],
     ):
         assert peaks(plan(*SHAPE, "--gpu", "h100", "--kv.policy", "rkv", *more)[1]) != peaks(base), more
+
+
+def test_a_budget_that_moves_is_planned_at_its_largest():
+    """Contexts of 100 + 4096 tokens, less the interval of 128, in multiples of 16."""
+    base = [*SHAPE, "--memory", "40GB", "--engine.rows", "128", "--kv.policy", "rkv", "--prompt", "100"]
+    auto, fixed = (plan(*base, "--kv.budget", budget)[1] for budget in ("auto", "4080"))
+    assert auto["phases"] == fixed["phases"] and auto["rows"] == fixed["rows"]
+    assert "up to 4080 + 128 entries a row" in auto["formulas"]["KV pool"]
+    settings = {remedy["setting"] for remedy in auto["remedies"]}
+    assert "control.largest 2040" in settings and not any("kv.budget" in each for each in settings)
+    _, given = plan(*base, "--kv.budget", "auto", "--control.largest", "2040")
+    assert "up to 2048 + 128 entries a row" in given["formulas"]["KV pool"]
+    code, _, err = run("plan", *base, "--kv.budget", "auto", "--control.smallest", "8192")
+    assert code == 2 and "control.auto has no budget to choose from" in err and "Lower control.smallest" in err
 
 
 def test_recipes_and_models_at_hand_need_no_download():

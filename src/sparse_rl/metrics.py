@@ -60,7 +60,8 @@ METRICS: dict[str, str] = {
     "mismatch/overlap_top20_mean": "the same over what both sides have in their top 20: the scale of Sparrow's 0.86",
     "mismatch/overlap_top20_p05": "its 5th percentile over tokens",
     "mismatch/overlap_top20_p01": "its 1st percentile over tokens",
-    "tail/{BIN}/overlap": "5th percentile (control.quantile) of overlap_top20 over the tokens of that context length",
+    "tail/{BIN}/overlap": "5th percentile (control.quantile) of overlap_top20 over the tokens of that context length, "
+    "of 20 tokens or more",
     "tail/{BIN}/hazard": "share of them with xi < 1e-4",
     "tail/{BIN}/tokens": "how many there are; where some stand for others, how many they are worth",
     "tail/overlap_lowest": "the lowest tail/{BIN}/overlap of the step",
@@ -81,8 +82,9 @@ METRICS: dict[str, str] = {
     "distill/overlap_p05": "5th percentile of the first over tokens",
     "distill/overlap_p05_without": "5th percentile of the second over tokens",
     "train/working_frac": "share of completions with something to learn from: an advantage, or a KL term",
-    "alarm/rejection": "1 while more than 15 % of the completions are rejected, and for ten steps after",
-    "alarm/tail": "1 while a tail/{BIN}/overlap is more than 0.06 under control.target, and for ten steps after",
+    "alarm/rejection": "1 while more than 15 % of the completions of ten steps are rejected, and for ten steps after",
+    "alarm/tail": "1 while a bin's tail of overlap is more than 0.06 under control.target, over 300 tokens or more and "
+    "beyond chance, and for ten steps after",
     "alarm/length": "1 while completions are a quarter shorter than they were (means of ten steps), and for ten after",
     "alarm/kl": "1 while the mismatch KL still rises after 200 steps, and for ten steps after",
     "epoch": "passes over the rows so far (only if supervised)",
@@ -123,8 +125,7 @@ HIGH_REJECTION = 0.15  # from here on the correction throws too much away
 REMEDIES = {  # what an alarm asks for
     "alarm/rejection": "raise kv.budget, or choose a gentler policy or correction. rejected.jsonl shows which tokens "
     "the dense model would not have written.",
-    "alarm/tail": "raise kv.budget for such contexts: a schedule, or kv.budget auto; if that is on, raise "
-    "control.largest.",
+    "alarm/tail": "raise kv.budget for such contexts: a schedule, or kv.budget auto, which goes up to control.largest.",
     "alarm/length": "if the reward does not ask for short answers, the cache is too sparse for long ones: raise "
     "kv.budget for long contexts (a schedule, or kv.budget auto), or choose a correction that keeps long rollouts, "
     "prefix say.",

@@ -15,16 +15,19 @@ NAMES = ("rejection", "tail", "length", "kl")
 FINE = {"correction/rejection_rate": 0.1, "completions/mean_length": 1000.0, "rollout_corr/k3_kl": 0.01}
 
 
-def tail(quantile, start=2000):
-    return BinTail(start=start, tokens=1000.0, quantile=quantile, under=0.1, hazard=0.0)
+def tail(far, start=2000, tokens=(125.0,) * 8):
+    """A bin of rollouts in which this share of the tokens, or of each one's, is far under the target."""
+    shares = far if isinstance(far, list) else [far] * len(tokens)
+    bad = tuple(share * many for share, many in zip(shares, tokens, strict=True))
+    return BinTail(start=start, quantile=None, tokens=tokens, under=bad, far=bad, hazard=(0.0,) * len(tokens))
 
 
 def flags(alarms, metrics, steps, first=1, measured=()):
-    """Which alarms are on after each step; metrics may be a function of the step."""
+    """Which alarms are on after each step; metrics and what is measured may be functions of the step."""
     found = []
     for step in range(first, first + steps):
         line = metrics(step) if callable(metrics) else metrics
-        got = alarms.look(step, line, list(measured), 0.86)
+        got = alarms.look(step, line, list(measured(step) if callable(measured) else measured), 0.86, 0.05)
         assert set(got) == {f"alarm/{name}" for name in NAMES}
         found.append({name.removeprefix("alarm/") for name, on in got.items() if on})
     return found
@@ -34,31 +37,73 @@ def test_a_steady_run_has_none(caplog):
     def noisy(step):
         return {name: value * random.uniform(0.95, 1.05) for name, value in FINE.items()}
 
-    assert flags(Alarms(), noisy, 400, measured=[tail(0.81), tail(0.95, 0)]) == [set()] * 400
+    assert flags(Alarms(), noisy, 400, measured=[tail(0.05), tail(0.0, 0)]) == [set()] * 400
     assert not caplog.records
 
 
 def test_rejection_is_said_once_an_onset(caplog):
+    """Ten steps are ten parts, whether they were taken or not: 8 x 20 % is above 15 %, and so is 2 x 100 %."""
     alarms, high = Alarms(), FINE | {"correction/rejection_rate": 0.2}
-    assert flags(alarms, high, 3) == [{"rejection"}] * 3
-    assert flags(alarms, FINE, 12) == [{"rejection"}] * 9 + [set()] * 3
-    assert flags(alarms, high, 2) == [{"rejection"}] * 2
+    assert flags(alarms, high, 12) == [set()] * 7 + [{"rejection"}] * 5
+    # of ten steps, four and fewer are high from the sixth on: 4 x 0.2 + 6 x 0.1 = 1.4
+    assert flags(alarms, FINE, 17) == [{"rejection"}] * 14 + [set()] * 3
+    assert flags(alarms, high, 8) == [set()] * 5 + [{"rejection"}] * 3
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == 2
     assert said[0].startswith("20% of the completions were rejected (above 15%); raise kv.budget")
+    assert flags(Alarms(), FINE | {"correction/rejection_rate": 1.0}, 2) == [set(), {"rejection"}]
+
+
+def test_a_few_rollouts_that_are_rejected_in_one_step_are_no_sign():
+    """Of 8 that are scored 2, every third step; a step in which nothing was scored says nothing."""
+    unknown = {name: value for name, value in FINE.items() if name != "correction/rejection_rate"}
+
+    def some(step):
+        return unknown if step % 7 == 0 else unknown | {"correction/rejection_rate": 0.25 * (step % 3 == 0)}
+
+    assert flags(Alarms(), some, 60) == [set()] * 60
 
 
 def test_a_sign_that_comes_and_goes_is_said_once(caplog):
-    flags(Alarms(), lambda step: FINE | {"correction/rejection_rate": 0.2 * (step % 5 == 0)}, 50)
+    flags(Alarms(), lambda step: FINE | {"correction/rejection_rate": 0.4 * (step % 10 < 4)}, 50)
     assert len(caplog.records) == 1
 
 
 def test_the_tail_is_that_of_the_worst_bin(caplog):
+    """1,000 tokens of eight rollouts: 50 are allowed, to 6.9 if they were independent."""
     alarms = Alarms()
-    assert flags(alarms, FINE, 1, measured=[tail(0.95, 0), tail(0.801), tail(0.9, 4000)]) == [set()]
-    assert flags(alarms, FINE, 1, measured=[tail(0.95, 0), tail(0.799), tail(0.9, 4000)]) == [{"tail"}]
-    assert "from 2000 tokens of context on, the tail of overlap with the dense model is 0.80" in caplog.text
-    assert "control.largest" in caplog.text
+    assert flags(alarms, FINE, 1, measured=[tail(0.01, 0), tail(0.0637), tail(0.02, 4000)]) == [set()]
+    assert flags(alarms, FINE, 1, measured=[tail(0.01, 0), tail(0.2), tail(0.1, 4000)]) == [{"tail"}]
+    assert "from 2000 tokens of context on, 20% of the tokens have an overlap with the dense model under 0.80" in (
+        caplog.text
+    )
+    assert "all but 5% should have 0.86" in caplog.text and "control.largest" in caplog.text
+
+
+def test_a_tail_is_judged_by_rollouts_and_over_as_many_steps_as_it_takes():
+    """One rollout of eight that is all bad is chance; 40 tokens a step are 300 after eight steps."""
+    assert flags(Alarms(), FINE, 30, measured=[tail([1.0] + [0.0] * 7)]) == [set()] * 30
+    few = tail(0.5, tokens=(10.0,) * 4)
+    assert flags(Alarms(), FINE, 20, measured=[few]) == [set()] * 7 + [{"tail"}] * 13
+    alarms = Alarms()
+    flags(alarms, FINE, 8, measured=[few])
+    # judged well after eight steps more; over after ten more
+    assert flags(alarms, FINE, 20, measured=[tail(0.0, tokens=few.tokens)]) == [{"tail"}] * 16 + [set()] * 4
+    flags(alarms, FINE, 8, measured=[few])
+    assert flags(alarms, FINE, 12) == [{"tail"}] * 9 + [set()] * 3, "it lasts no longer than there are such contexts"
+
+
+def test_a_healthy_tail_is_let_alone():
+    """A 5th percentile of 0.88, 1.5 % under 0.80, unevenly: 20 bins of 40 tokens in four rollouts, for 300 steps."""
+    seed = random.randrange(1 << 30)
+    print("seed", seed)
+    random.seed(seed)
+
+    def measured(step):
+        return [tail([random.betavariate(0.15, 9.85) for _ in range(4)], 100 * i, (10.0,) * 4) for i in range(20)]
+
+    found = flags(Alarms(), FINE, 300, measured=measured)
+    assert sum("tail" in on for on in found) <= 30, "one false alarm may happen, and lasts a while"
 
 
 def test_lengths_that_shrink(caplog):
@@ -85,12 +130,14 @@ def test_a_kl_that_does_not_settle(caplog):
 @pytest.mark.parametrize("cut", [5, 25, 41])
 def test_alarms_come_through_a_checkpoint(cut, caplog):
     def shrinking(step):
-        return FINE | {"completions/mean_length": 1000.0 - 10.0 * step, "correction/rejection_rate": 0.3 * (step < 20)}
+        return FINE | {"completions/mean_length": 1000.0 - 10.0 * step, "correction/rejection_rate": 0.4 * (step < 20)}
 
-    whole = flags(Alarms(), shrinking, 60)
+    measured = [tail(0.5, tokens=(10.0,) * 4), tail(0.0, 4000, (7.0,))]
+    whole = flags(Alarms(), shrinking, 60, measured=measured)
+    assert {name for on in whole for name in on} == {"rejection", "tail", "length"}
     first, second = Alarms(), Alarms()
-    before = flags(first, shrinking, cut)
+    before = flags(first, shrinking, cut, measured=measured)
     second.restore(json.loads(json.dumps(first.state())))
     caplog.clear()
-    assert before + flags(second, shrinking, 60 - cut, first=cut + 1) == whole
+    assert before + flags(second, shrinking, 60 - cut, first=cut + 1, measured=measured) == whole
     assert len([r for r in caplog.records if "rejected" in r.getMessage()]) == 0

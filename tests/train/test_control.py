@@ -4,77 +4,25 @@
 from __future__ import annotations
 
 import json
-import math
 import random
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
 import pytest
 import torch
+from control_plant import GRID, Plant, controller, grid_of, tail
 from small_run import small_trainer, without_times
 
-from sparse_rl.cli.train import read, train_parser
 from sparse_rl.evaluate import EvalConfig
-from sparse_rl.kv import RKV, Full
+from sparse_rl.kv import RKV
 from sparse_rl.kv.schedule import Schedule, load, save
 from sparse_rl.metrics import read_log
 from sparse_rl.model.load import load as load_model
 from sparse_rl.objective.correction import PRESETS
-from sparse_rl.objective.tail import BinTail, tails
+from sparse_rl.objective.tail import tails
 from sparse_rl.rollout import EngineConfig, Sampling
 from sparse_rl.tasks import Chain
 from sparse_rl.train import OptimizerConfig, UpdateConfig
 from sparse_rl.train.control import ControlConfig, Controller, measure
-
-CONFIG = ControlConfig(auto=True, bin=1000)
-GRID = CONFIG.grid
-KV = RKV(budget=512, window=8)
-
-
-class Plant:
-    """A model whose share of bad tokens falls with the budget, and rises with length: logistic in its logarithm.
-
-    With `loss`, a bin suffers from a budget below its own need in the one before it, as where entries are evicted.
-    """
-
-    def __init__(self, levels, slope=1.5, tokens=4000, spread=None, loss=0.0):
-        # The cheapest that passes is `level`: the share is the limit a little below it.
-        self.needs = [math.log(GRID[level]) - 0.3 * math.log(GRID[1] / GRID[0]) for level in levels]
-        self.slope, self.tokens, self.spread, self.loss = slope, tokens, spread, loss
-
-    def share(self, i, levels):
-        spare = math.log(GRID[levels[i]]) - self.needs[i]
-        lost = min(0.0, math.log(GRID[levels[max(0, i - 1)]]) - self.needs[i])
-        at_limit = math.log(0.05 / 0.95)
-        return 1 / (1 + math.exp(self.slope * (spare + self.loss * lost) - at_limit))
-
-    def measured(self, controller):
-        found = []
-        levels = controller.levels
-        for i in range(len(self.needs)):
-            share = self.share(i, levels)
-            if self.spread is not None:  # tokens of a rollout share their fate
-                share = random.betavariate(share * self.spread, (1 - share) * self.spread)
-            found.append(BinTail(start=1000 * i, tokens=self.tokens, quantile=0.9, under=share, hazard=0.0))
-        return found
-
-    def run(self, controller, steps):
-        """The levels after each step."""
-        history = []
-        for _ in range(steps):
-            controller.observe(self.measured(controller))
-            history.append(controller.levels[: len(self.needs)])
-        return history
-
-
-def controller(budget=GRID[0], bins=1, config=CONFIG):
-    return Controller(config, RKV(budget=budget, window=8), bins * config.bin)
-
-
-def test_the_grid_is_geometric_and_aligned():
-    assert len(GRID) == 18 and GRID[0] == 256 and GRID[-1] == 16384 and all(budget % 16 == 0 for budget in GRID)
-    factors = [after / before for before, after in pairwise(GRID)]
-    assert max(factors) / min(factors) < 1.1
-    assert ControlConfig(smallest=8, largest=64, budgets=4, multiple=1).grid == (8, 16, 32, 64)
 
 
 @pytest.mark.parametrize("start", range(18))
@@ -94,13 +42,29 @@ def test_with_noise_it_is_within_a_grid_step_and_stays(start):
     print("seed", seed)
     random.seed(seed)
     late = []
-    for _ in range(100):
+    for _ in range(50):
         right = list(accumulate([random.randrange(1, 8), *random.choices(range(3), k=4)]))
         plant = Plant(right, slope=random.uniform(1.0, 4.0), tokens=random.choice([500, 5000, 50000]), spread=1000)
         history = plant.run(controller(GRID[start], bins=5), 90)
         late += [abs(got - want) for levels in history[29:] for got, want in zip(levels, right, strict=True)]
-    assert sum(distance <= 1 for distance in late) > 0.99 * len(late)
-    assert max(late) <= 3 and sum(distance == 0 for distance in late) > 0.5 * len(late)
+    assert sum(distance <= 1 for distance in late) > 0.98 * len(late)
+    assert sum(distance == 0 for distance in late) > 0.6 * len(late)
+
+
+@pytest.mark.parametrize(("spread", "tokens", "rollouts"), [(60, 300, 4), (200, 1000, 8), (1000, 5000, 64)])
+def test_rollouts_that_differ_do_not_drive_it_up(spread, tokens, rollouts):
+    """A step's share is no better known than that of `spread` tokens, fewer than there are: it stays within a step."""
+    seed = random.randrange(1 << 30)
+    print("seed", seed)
+    random.seed(seed)
+    apart = []
+    for run in range(12):
+        right = random.randrange(4, 14)
+        plant = Plant([right], tokens=tokens, spread=spread, rollouts=rollouts)
+        history = plant.run(controller(GRID[(0, 3, 17)[run % 3]]), 400)[100:]
+        apart.append(sum(abs(level - right) > 1 for (level,) in history) / len(history))
+    assert sum(share < 0.05 for share in apart) >= 10, apart
+    assert sum(apart) / len(apart) < 0.1, apart
 
 
 def test_what_earlier_bins_evicted_is_put_right_there():
@@ -142,7 +106,7 @@ def test_a_bin_without_tokens_does_not_hold_up_the_others():
 
 def test_a_bin_that_failed_at_the_top_comes_down_again():
     held = controller(GRID[-1])
-    bad, good = (BinTail(start=0, tokens=4000, quantile=0.9, under=share, hazard=0.0) for share in (0.2, 0.0))
+    bad, good = tail(0.2), tail(0.0)
     for _ in range(4):
         held.observe([bad])
     assert held.levels[0] == len(GRID) - 1
@@ -168,7 +132,7 @@ def test_the_hazard_is_held_as_well():
     control = controller(GRID[0], config=config)
     for _ in range(40):
         bad = 1e-3 * (GRID[6] / GRID[control.levels[0]]) ** 2
-        control.observe([BinTail(start=0, tokens=1e5, quantile=0.1, under=1.0, hazard=bad)])
+        control.observe([tail(1.0, tokens=1e5, hazard=bad)])
     assert control.levels == [6]
 
 
@@ -178,6 +142,12 @@ def test_a_calibration_is_believed_and_a_number_is_searched_from(tmp_path):
     assert calibrated.levels == [3, 7, 7]
     assert Plant([3, 7, 7]).run(calibrated, 19) == [[3, 7, 7]] * 19
     assert Plant([3, 7, 7]).run(controller(GRID[3], bins=3), 2)[-1] != [3, 3, 3]
+
+
+def test_a_calibration_with_one_step_is_believed_too(tmp_path):
+    save(Schedule((0,), (GRID[3],)), tmp_path / "schedule.json")
+    for budget in (str(tmp_path / "schedule.json"), f"{GRID[3]}@0"):
+        assert Plant([3, 3]).run(controller(budget, bins=2), 19) == [[3, 3]] * 19
 
 
 def test_a_number_above_the_grid_starts_at_its_top():
@@ -193,52 +163,43 @@ def test_its_state_survives_a_checkpoint():
     assert plant.run(one, 30) == plant.run(two, 30)
 
 
-def test_another_grid_starts_anew(caplog):
-    control = controller(GRID[9])
-    control.restore(controller(GRID[2], config=ControlConfig(auto=True, bin=500)).state())
-    assert control.levels == [9] and "starts anew" in caplog.text
+def test_with_another_grid_it_goes_on_from_its_budgets(caplog):
+    """Half as wide bins, and twice the contexts."""
+    before, kv = controller(GRID[2], bins=2), RKV(budget=GRID[9], window=8)
+    Plant([3, 6]).run(before, 60)
+    grid = grid_of(longest=2 * 16384)
+    after = Controller(ControlConfig(auto=True, bin=500), kv, grid, 4000)
+    after.restore(json.loads(json.dumps(before.state())))
+    had, has = before.schedule, after.schedule
+    assert [has.at(c) for c in range(0, 4000, 500)] == [
+        min(b for b in grid if b >= had.at(min(c, 1999))) for c in range(0, 4000, 500)
+    ]
+    assert "searches from where it was" in caplog.text and grid != GRID
+    after.restore({})
+    assert after.schedule == has
 
 
-@pytest.mark.parametrize(
-    ("build", "message"),
-    [
-        (lambda: ControlConfig(target=1.2), "control.target is 1.2"),
-        (lambda: ControlConfig(statistic="mean"), "control.statistic is 'mean'; choose one of tail, hazard"),
-        (lambda: ControlConfig(bin=0), "control.bin is 0"),
-        (lambda: ControlConfig(auto=True, every=0), "control.every is 0"),
-        (lambda: ControlConfig(smallest=64, largest=32), "control.largest 32"),
-        (lambda: ControlConfig(smallest=16, largest=64, budgets=9), "lower control.budgets"),
-        (lambda: Controller(CONFIG, Full(), 1000), "kv.policy full has none"),
-        (lambda: Controller(CONFIG, RKV(budget="512@0+99999@9"), 1000), "99999, above control.largest 16384"),
-        (lambda: Controller(ControlConfig(smallest=16, multiple=4), RKV(window=32), 1000), "control.smallest is too"),
-    ],
-)
-def test_bad_settings_are_named(build, message):
-    with pytest.raises(ValueError, match=message):
-        build()
+def test_a_state_without_squares_is_taken_up():
+    """As checkpoints had it when tokens were counted as independent."""
+    state = controller(GRID[9]).state()
+    del state["bins"][0]["squares"]
+    control = controller(GRID[2])
+    control.restore(state)
+    assert control.levels == [9]
 
 
-def test_tails_by_hand():
-    """Contexts 0-9 and 10-19; of 20 tokens each, the lowest is the 5th percentile."""
-    overlap = torch.cat([torch.linspace(0.5, 1.0, 20), torch.full((20,), 0.9)])
-    log_xi = torch.zeros(40)
-    log_xi[0] = log_xi[1] = math.log(5e-5)
-    contexts = torch.arange(10).repeat(4).sort().values.repeat(1) % 10 + torch.tensor([0] * 20 + [10] * 20)
-    one, two = tails(overlap, log_xi, contexts, torch.ones(40), width=10, target=0.86, quantile=0.05)
-    assert (one.start, two.start, one.tokens, two.tokens) == (0, 10, 20.0, 20.0)
-    assert one.quantile == pytest.approx(0.5) and two.quantile == pytest.approx(0.9)
-    assert one.under == pytest.approx(14 / 20) and two.under == 0.0  # 0.5 + 0.5 i / 19 < 0.86 for i <= 13
-    assert one.hazard == pytest.approx(0.1) and two.hazard == 0.0
-
-
-def test_the_share_under_the_target_says_whether_the_quantile_meets_it():
-    for _ in range(50):
-        overlap, weights = torch.rand(200), torch.randint(1, 5, (200,)).double()
-        (tail,) = tails(
-            overlap, torch.zeros(200), torch.zeros(200, dtype=torch.long), weights, width=10, target=0.1, quantile=0.1
-        )
-        assert (tail.under < 0.1) == (tail.quantile >= 0.1) or tail.under == pytest.approx(0.1)
-        assert tail.tokens < 200
+def test_few_tokens_a_step_are_judged_in_the_end():
+    """19 tokens of two rollouts a step, and 3 of one in the bin behind it: all bad, or all good."""
+    for bad in (0, 1):
+        control = controller(GRID[8], bins=2)
+        for _ in range(80):
+            rows = torch.tensor([0] * 10 + [1] * 9 + [2] * 3)
+            overlap, contexts = torch.full((22,), 1.0 - bad), torch.tensor([30] * 19 + [1030] * 3)
+            control.observe(
+                tails(overlap, overlap, contexts, rows, torch.ones(22), width=1000, target=0.86, quantile=0.05)
+            )
+        assert all(state.failed >= 8 if bad else state.failed < 0 for state in control.bins)
+        assert all((level > 8) == bad and level != 8 for level in control.levels)
 
 
 def test_a_schedule_s_text_is_read_back():
@@ -249,13 +210,6 @@ def test_a_schedule_s_text_is_read_back():
         load("8@0+4@9")
     with pytest.raises(ValueError, match="which `sparse-rl train` holds"):
         load("auto")
-
-
-def test_auto_on_the_command_line():
-    _, _, parts = read(["--kv.policy", "rkv", "--kv.budget", "auto", "--control.target", "0.9"], train_parser())
-    assert parts["control"] == ControlConfig(auto=True, target=0.9) and parts["kv"].budget == 512
-    _, _, parts = read(["--kv.policy", "rkv", "--kv.budget", "64"], train_parser())
-    assert not parts["control"].auto
 
 
 def test_a_resumed_run_is_the_run_that_was_never_stopped(tmp_path):
@@ -282,7 +236,7 @@ def test_a_resumed_run_is_the_run_that_was_never_stopped(tmp_path):
 def test_on_the_embedded_model_it_finds_the_calibrated_budget(start, tmp_path):
     """From far too small and far too large: within a grid step of the cheapest budget that meets the target."""
     control = ControlConfig(auto=True, target=0.9, smallest=8, largest=128, budgets=9, multiple=1, bin=32)
-    grid, samples = control.grid, Sampling(n=8, max_tokens=56)
+    samples = Sampling(n=8, max_tokens=56)
 
     def trainer(name, budget, control=control, steps=30):
         parts = {
@@ -300,14 +254,15 @@ def test_on_the_embedded_model_it_finds_the_calibrated_budget(start, tmp_path):
             save_every=0,
         )  # fmt: skip
 
-    passes = []
+    held, passes = trainer("auto", start), []
+    grid = held.controller.grid
+    assert len(grid) == 9 and (grid[0], held.controller.levels[0]) == (8, 0 if start == 8 else 8)
     for budget in grid:
         probe = trainer(f"at{budget}", budget, ControlConfig(target=0.9, bin=32))
         rollouts = probe._roll_out()
         measured = measure(rollouts, probe._learn(rollouts, torch.randn(len(rollouts))), control)
-        passes.append([tail.under <= 0.05 for tail in measured if tail.start in (32, 64)])
+        passes.append([tail.share(tail.under) <= 0.05 for tail in measured if tail.start in (32, 64)])
     right = [min(i for i, each in enumerate(passes) if each[bin]) for bin in range(2)]
-    held = trainer("auto", start)
     held.train()
     lines = read_log(tmp_path / "auto" / "metrics.jsonl")[-6:]
     for line in lines:

@@ -141,21 +141,30 @@ def _size(model: str, shape: str | None, dtype: str | None, cuda: bool, download
 
 def _run(size: ModelSize, settings: Namespace, parts: dict[str, Any], prompt: int, ranks: int) -> Run:
     """What the settings say of memory, as numbers."""
+    from sparse_rl.calibrate.search import with_budget
     from sparse_rl.objective.mismatch import overlap_ids
     from sparse_rl.plan import Run
+    from sparse_rl.train.control import control_grid
 
     engine, update, optimizer, lora = (parts[name] for name in ("engine", "update", "optimizer", "lora"))
-    page_size = engine.page_size or parts["kv"].page_size
+    kv, control = parts["kv"], parts["control"]
+    page_size = engine.page_size or kv.page_size
     pool_pages = engine.pool_pages
     if engine.pool_bytes is not None:
-        pool_pages = engine.pool_bytes // parts["kv"].page_bytes(size.attention, page_size)
+        pool_pages = engine.pool_bytes // kv.page_bytes(size.attention, page_size)
     targets = () if lora.target == ("all-linear",) else lora.target
+    completion = max(1, min(parts["sampling"].max_tokens, size.context - prompt))
+    grid: tuple[int, ...] = ()
+    if control.auto:
+        grid = control_grid(control, kv, prompt=prompt, longest=prompt + completion, page_size=page_size)
+        kv = with_budget(kv, grid[-1])
     return Run(
-        kv=parts["kv"],
+        kv=kv,
+        auto=grid[0] if grid else 0,
         rows=engine.rows,
         requests=parts["config"].prompts_per_step * parts["sampling"].n,
         prompt=prompt,
-        completion=max(1, min(parts["sampling"].max_tokens, size.context - prompt)),
+        completion=completion,
         max_tokens=update.max_tokens,
         page_size=page_size,
         pool_pages=pool_pages,
@@ -167,5 +176,6 @@ def _run(size: ModelSize, settings: Namespace, parts: dict[str, Any], prompt: in
         on_host=optimizer.offload,
         reference=parts["loss"].beta > 0,
         lora=size.adapters(lora.r, targets) if lora.r else 0,
+        distill=size.adapters(parts["distill"].r),
         ranks=ranks,
     )

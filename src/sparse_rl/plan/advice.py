@@ -11,7 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from sparse_rl.kv import RKV, EvictPolicy, Full, KVPolicy
-from sparse_rl.plan.memory import Device, Plan, Run, largest, make_plan
+from sparse_rl.plan.memory import Plan, largest, make_plan
+from sparse_rl.plan.records import Device, Run
 from sparse_rl.plan.size import ModelSize
 from sparse_rl.rollout.engine import MAX_ROWS
 
@@ -155,10 +156,14 @@ def _sparse(plan: Plan) -> tuple[str, Run] | None:
 
 
 def _smaller_budget(plan: Plan) -> tuple[str, Run] | None:
-    policy = plan.run.kv
-    if not isinstance(policy, EvictPolicy) or isinstance(policy.budget, str) or policy.budget // 2 < SMALLEST_BUDGET:
+    policy, auto = plan.run.kv, plan.run.auto
+    if not isinstance(policy, EvictPolicy) or isinstance(policy.budget, str):
         return None
-    return f"kv.budget {policy.budget // 2}", replace(plan.run, kv=replace(policy, budget=policy.budget // 2))
+    half = policy.budget // 2
+    if half < SMALLEST_BUDGET or half <= auto:
+        return None
+    setting = "control.largest" if auto else "kv.budget"
+    return f"{setting} {half}", replace(plan.run, kv=replace(policy, budget=half))
 
 
 def _more_ranks(plan: Plan) -> tuple[str, Run] | None:

@@ -10,7 +10,7 @@ from difflib import get_close_matches
 import torch
 
 from sparse_rl.model.load import check_device
-from sparse_rl.plan.memory import Device
+from sparse_rl.plan.records import Device
 
 # GiB that torch reports, about; the device at hand is asked.
 GPUS = {

@@ -1,25 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run holds, line by line, and the stages at which it holds it: pure arithmetic on records of numbers.
-
-    rollout    weights and optimiser rest, rows decode into the KV pool
-    head       the learner has run its layers and works on one chunk of logits
-    layers     the backward pass is in the last layer
-    embedding  the backward pass is through: the embedding's gradient is added to its fp32 sum
-
-A stage's peak is the sum of its lines. Learning is the worst of the last three.
-"""
+"""What a run holds, line by line, and whether it fits: pure arithmetic on records of numbers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
 
 import torch
 
-from sparse_rl.kv import EvictPolicy, KVPolicy
+from sparse_rl.kv import EvictPolicy
 from sparse_rl.kv.cache import PagedCache
+from sparse_rl.plan.records import ALWAYS, LEARNING, Device, Footprint, Run
+from sparse_rl.plan.resident import resident_lines
 from sparse_rl.plan.size import ModelSize
 from sparse_rl.rollout.engine import GPU_RESERVE, HOST_SHARE
 from sparse_rl.rollout.rows import Rows
@@ -27,76 +20,9 @@ from sparse_rl.rollout.scheduler import entries_needed, entries_reached
 from sparse_rl.rollout.sequence import Sequence
 from sparse_rl.score.head import CHUNK_LOGITS
 
-LEARNING = ("head", "layers", "embedding")
-ALWAYS = ("rollout", *LEARNING)
-
 CONTEXT = 600_000_000  # of CUDA, its libraries and our kernels, outside of torch's allocator
 FRAGMENTED = 0.02  # of a GPU's memory, lost between the allocator's blocks
 GRAPHS = 300_000_000  # of captured graphs, and the matrix library's workspaces
-BLOCK_8BIT = 256  # values that share an fp32 scale
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Device:
-    """Where it is to run."""
-
-    name: str
-    memory: int  # bytes
-    cuda: bool = True
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
-    """The settings that decide what a process of a run holds."""
-
-    kv: KVPolicy
-    rows: int  # sequences decoded together
-    requests: int  # of a step, all processes together
-    prompt: int  # tokens of the longest prompt
-    completion: int  # most tokens sampled
-    max_tokens: int  # of a learner forward
-    page_size: int = 64
-    pool_pages: int | None = None  # if it is given
-    prefill_tokens: int = 8192
-    top_logprobs: int = 20
-    graphs: bool = True
-    activations: Literal["keep", "recompute", "offload"] = "keep"
-    moments: Literal["fp32", "8bit"] = "fp32"
-    on_host: bool = False  # masters and moments
-    reference: bool = False
-    lora: int = 0  # parameters of the adapters; 0 trains the model itself
-    ranks: int = 1  # processes that share masters, gradients and moments
-
-    @property
-    def length(self) -> int:
-        """Tokens of the longest sequence."""
-        return self.prompt + self.completion
-
-    @property
-    def forward_tokens(self) -> int:
-        """Tokens of the largest learner forward: a sequence longer than max_tokens goes alone."""
-        whole_batch = self.length * -(-self.requests // self.ranks)
-        return max(self.length, min(self.max_tokens, whole_batch))
-
-    @property
-    def rows_used(self) -> int:
-        return min(self.rows, -(-self.requests // self.ranks))
-
-    @property
-    def bounded(self) -> bool:
-        """Whether the pool stays through learning, as the engine decides it."""
-        return self.kv.bound is not None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Footprint:
-    """One thing that is held."""
-
-    name: str
-    bytes: int
-    stages: tuple[str, ...]
-    formula: str
-    where: Literal["device", "host", "driver"] = "device"  # driver: on the device, but not torch's
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +80,7 @@ class Plan:
 
 def make_plan(size: ModelSize, run: Run, device: Device) -> Plan:
     """What the run holds; the pool is what the engine would make of the memory that is left."""
-    resident, state = _resident(size, run), _rows_state(size, run)
+    resident, state = resident_lines(size, run), _rows_state(size, run)
     outside = _outside(device)
     sequence = _longest(size, run)
     pages_a_row = -(-entries_needed(run.kv, sequence) // run.page_size)
@@ -189,53 +115,6 @@ def largest(fits: Callable[[int], bool], most: int) -> int:
     return low
 
 
-def _resident(size: ModelSize, run: Run) -> list[Footprint]:
-    """What stays for the whole run, and the gradients, which stay for learning."""
-    trained, item = run.lora or size.parameters, size.itemsize
-    full = max(4, item)  # an fp32 parameter is its own master
-    share, of = -(-trained // run.ranks), f" / {run.ranks} ranks" if run.ranks > 1 else ""
-    names = f"{trained:,} {'adapter ' if run.lora else ''}parameters"
-    moments = 2 * share * full
-    text = f"{names}{of} x 2 x {full}"
-    if run.moments == "8bit":
-        moments = 2 * (share + 4 * -(-share // BLOCK_8BIT))
-        text = f"{names}{of} x 2 x (1 + 4 / {BLOCK_8BIT})"
-    own_masters = item < 4 or run.ranks > 1
-    lines = [
-        Footprint(name="weights", bytes=size.parameters * item, stages=ALWAYS, formula=f"{size.parameters:,} x {item}"),
-        Footprint(name="LoRA adapters", bytes=run.lora * item, stages=ALWAYS, formula=f"{run.lora:,} x {item}"),
-        Footprint(
-            name="masters",
-            bytes=(own_masters or run.on_host) * share * full,
-            stages=ALWAYS,
-            formula=f"{names}{of} x {full}",
-            where="host" if run.on_host else "device",
-        ),
-        Footprint(name="gradients", bytes=share * full, stages=LEARNING, formula=f"{names}{of} x {full}"),
-        Footprint(
-            name="optimizer moments",
-            bytes=moments,
-            stages=ALWAYS,
-            formula=text,
-            where="host" if run.on_host else "device",
-        ),
-    ]
-    if run.lora and run.ranks > 1:
-        base = -(-size.parameters // run.ranks)
-        text = f"{size.parameters:,} / {run.ranks} ranks x {item}"
-        lines.append(Footprint(name="the learner's base", bytes=base * item, stages=ALWAYS, formula=text))
-    if run.reference and not run.lora:  # under LoRA it is the model without its adapters
-        lines.append(
-            Footprint(
-                name="reference model",
-                bytes=size.parameters * item,
-                stages=ALWAYS,
-                formula=f"{size.parameters:,} x {item}",
-            )
-        )
-    return lines
-
-
 def _longest(size: ModelSize, run: Run) -> Sequence:
     completion = max(1, min(run.completion, size.context - run.prompt))
     return Sequence(request=0, prompt_idx=0, prompt_len=run.prompt, max_tokens=completion)
@@ -247,7 +126,8 @@ def _pool(size: ModelSize, run: Run, pages: int, stays: bool) -> Footprint:
     if isinstance(run.kv, EvictPolicy):
         at = f" ({run.kv.schedule.at(run.length):,} at {run.length:,} tokens)" if isinstance(run.kv.budget, str) else ""
         prompt = ", and its prompt" if run.kv.protect_prompt else ""
-        held = f"{run.kv.budget}{at} + {run.kv.interval} entries a row{prompt}"
+        up_to = "up to " if run.auto else ""
+        held = f"{up_to}{run.kv.budget}{at} + {run.kv.interval} entries a row{prompt}"
         held += "" if stays or not run.bounded else "; given back for learning"
     return Footprint(
         name="KV pool",

@@ -28,7 +28,7 @@ def summary(plan: Plan) -> str:
     if not plan.pool_fits:
         wanted, have = plan.pages_wanted * plan.page_bytes, plan.pages * plan.page_bytes
         parts.append(
-            f"the KV of {plan.run.rows_used} rows ({_name(plan.run.kv)}) needs {gb(wanted)} at "
+            f"the KV of {plan.run.rows_used} rows ({_name(plan.run.kv, plan.run.auto)}) needs {gb(wanted)} at "
             f"{plan.pages_a_row * plan.run.page_size:,} entries a row, {gb(have)} are free beside {_resident(plan)} "
             f"and the engine's reserve: {_count(plan.rows_in_flight, 'row')} in flight"
         )
@@ -44,8 +44,8 @@ def lines(plan: Plan) -> list[str]:
     text = [
         f"{size.name}: {size.parameters:,} parameters in {dtype}, on {plan.device.name} ({gb(plan.device.memory)})"
         + (f", {run.ranks} ranks" if run.ranks > 1 else ""),
-        f"{run.requests} samples a step, {run.rows} rows, {_name(run.kv)}; prompts of up to {run.prompt:,} and "
-        f"completions of up to {run.completion:,} tokens; learner forwards of up to {run.forward_tokens:,} tokens",
+        f"{run.requests} samples a step, {run.rows} rows, {_name(run.kv, run.auto)}; prompts of up to {run.prompt:,} "
+        f"and completions of up to {run.completion:,} tokens; learner forwards of up to {run.forward_tokens:,} tokens",
         "",
         f"{'':26}{'rollout':>10}{'learning':>10}",
     ]
@@ -148,8 +148,10 @@ def _remedy(remedy: Remedy) -> dict[str, Any]:
     }
 
 
-def _name(policy: KVPolicy) -> str:
-    return f"{policy.name} {policy.budget}+{policy.interval}" if isinstance(policy, EvictPolicy) else "dense cache"
+def _name(policy: KVPolicy, auto: int = 0) -> str:
+    if not isinstance(policy, EvictPolicy):
+        return "dense cache"
+    return f"{policy.name} {'up to ' if auto else ''}{policy.budget}+{policy.interval}"
 
 
 def _resident(plan: Plan) -> str:

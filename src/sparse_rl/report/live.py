@@ -46,7 +46,11 @@ class Live(Terminal):
         settings = trainer.settings()
         parameters = sum(parameter.numel() for parameter in trainer.loaded.model.parameters())
         kv = settings["kv"]
-        budget = f" budget {kv['budget']} + {kv['interval']}" if "budget" in kv else ""
+        budget = f" budget {kv['budget']}" if "budget" in kv else ""
+        if trainer.controller is not None:
+            grid = trainer.controller.grid
+            budget = f" budget auto from {trainer.controller.schedule.text}, {grid[0]} to {grid[-1]}"
+        budget += f" + {kv['interval']}" if "interval" in kv else ""
         self._start(
             f"{trainer.config.output_dir}: {parameters / 1e6:.2f}M parameters, KV {kv['policy']}{budget}, correction "
             f"{settings['correction']['preset']}, {trainer.config.prompts_per_step} prompts x {trainer.sampling.n}, "

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Signs that a run is going wrong because of its sparse cache, each said once when it begins, with what to change.
 
-    rejection   more than 15 % of the completions are rejected
-    tail        in some bin of context lengths the tail of overlap is more than 0.06 under its target
+    rejection   more than 15 % of the completions of ten steps are rejected
+    tail        in some bin of context lengths the tail of overlap is more than 0.06 under its target, beyond chance and
+                over 300 tokens or more, of as many steps as that takes
     length      completions have become a quarter shorter than they were, the first sign of a collapse
     kl          the mismatch KL still rises after 200 steps, by which it should have settled
 
@@ -15,13 +16,14 @@ import logging
 from typing import Any
 
 from sparse_rl.metrics import HIGH_REJECTION, REMEDIES
-from sparse_rl.objective.tail import BinTail
+from sparse_rl.objective.tail import FAR, BinTail, Evidence
 
 logger = logging.getLogger(__name__)
 
 QUIET = 10  # steps without a sign after which it is over
-TAIL_MARGIN = 0.06
-LENGTH_WINDOW, SHORTER = 10, 0.75  # steps a mean length is taken over; of the longest such mean
+WINDOW = 10  # steps a mean length or rate of rejection is taken over
+TAIL_TOKENS, SURE = 300, 2.0  # of a bin before it is judged; standard errors from what may be
+SHORTER = 0.75  # of the longest mean length
 SETTLED, KL_WINDOW, RISE, SMALL_KL = 200, 50, 1.25, 1e-3  # a KL below the last is rounding
 
 
@@ -30,15 +32,20 @@ class Alarms:
 
     def __init__(self) -> None:
         self.on: dict[str, int] = {}  # steps since its sign was last seen
+        self.rejections: list[float] = []
+        self.tails: dict[str, list[float]] = {}  # the evidence of a bin's tokens since it was judged
+        self.far: dict[str, float] = {}  # bins that were judged bad, with their share of tokens far under the target
         self.lengths: list[float] = []
         self.longest = 0.0  # mean over a window
         self.kls: list[float] = []
 
-    def look(self, step: int, metrics: dict[str, float], measured: list[BinTail], target: float) -> dict[str, float]:
+    def look(
+        self, step: int, metrics: dict[str, float], measured: list[BinTail], target: float, quantile: float
+    ) -> dict[str, float]:
         """Warn of what begins; returns the `alarm/*` metrics."""
         signs = {
             "rejection": self._rejection(metrics),
-            "tail": self._tail(measured, target),
+            "tail": self._tail(measured, target, quantile),
             "length": self._length(metrics),
             "kl": self._kl(step, metrics),
         }
@@ -54,25 +61,39 @@ class Alarms:
         return {f"alarm/{name}": int(name in self.on) for name in signs}
 
     def _rejection(self, metrics: dict[str, float]) -> str:
-        rate = metrics.get("correction/rejection_rate", 0.0)
+        if "correction/rejection_rate" in metrics:
+            self.rejections = [*self.rejections, metrics["correction/rejection_rate"]][-WINDOW:]
+        rate = sum(self.rejections) / WINDOW  # steps to come count as without: at first it takes more to be sure
         if rate <= HIGH_REJECTION:
             return ""
+        rate = sum(self.rejections) / len(self.rejections)
         return f"{rate:.0%} of the completions were rejected (above {HIGH_REJECTION:.0%})"
 
-    def _tail(self, measured: list[BinTail], target: float) -> str:
-        worst = min(measured, key=lambda tail: tail.quantile, default=None)
-        if worst is None or worst.quantile >= target - TAIL_MARGIN:
+    def _tail(self, measured: list[BinTail], target: float, quantile: float) -> str:
+        for tail in measured:
+            name = str(tail.start)
+            evidence = Evidence(*self.tails.pop(name, ()))
+            evidence.add(tail.tokens, tail.far, quantile)
+            if evidence.tokens < TAIL_TOKENS:
+                self.tails[name] = [evidence.tokens, evidence.bad, evidence.squares]
+            elif evidence.above(quantile) > SURE:
+                self.far[name] = evidence.bad / evidence.tokens
+            else:
+                self.far.pop(name, None)
+        bad = [tail.start for tail in measured if str(tail.start) in self.far]
+        worst = max(bad, key=lambda start: self.far[str(start)], default=None)
+        if worst is None:
             return ""
         return (
-            f"from {worst.start} tokens of context on, the tail of overlap with the dense model is "
-            f"{worst.quantile:.2f}, far under the target of {target}"
+            f"from {worst} tokens of context on, {self.far[str(worst)]:.0%} of the tokens have an overlap with the "
+            f"dense model under {target - FAR:.2f}; all but {quantile:.0%} should have {target}"
         )
 
     def _length(self, metrics: dict[str, float]) -> str:
-        self.lengths = [*self.lengths, metrics["completions/mean_length"]][-LENGTH_WINDOW:]
-        if len(self.lengths) < LENGTH_WINDOW:
+        self.lengths = [*self.lengths, metrics["completions/mean_length"]][-WINDOW:]
+        if len(self.lengths) < WINDOW:
             return ""
-        mean = sum(self.lengths) / LENGTH_WINDOW
+        mean = sum(self.lengths) / WINDOW
         self.longest = max(self.longest, mean)
         if mean >= SHORTER * self.longest:
             return ""
@@ -90,7 +111,7 @@ class Alarms:
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint."""
-        return {"on": dict(self.on), "lengths": self.lengths, "longest": self.longest, "kls": self.kls}
+        return dict(vars(self))
 
     def restore(self, state: dict[str, Any]) -> None:
         for name, value in state.items():

@@ -127,6 +127,12 @@ def check_model(model: PreTrainedModel) -> None:
             raise ValueError(f"the model has dropout {module.p} in {name}; set it to 0 in its config.")
 
 
+def longest_prompt(task: Task, config: TrainerConfig) -> int:
+    """Tokens of the longest prompt, or of the longest in the first step where a task makes them up as it goes."""
+    prompts = getattr(task, "train", None) or task.stream(0, config.prompts_per_step, config.seed)
+    return max(len(prompt.ids) for prompt in prompts)
+
+
 def check_prompts(task: Task, context: int) -> None:
     """A prompt that leaves no room for an answer is better known now than at some step."""
     for prompt in [*getattr(task, "train", []), *getattr(task, "eval", [])]:

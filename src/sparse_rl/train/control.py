@@ -2,10 +2,11 @@
 """Holding the sampler as close to the dense model as asked for, by moving the budget while training.
 
 Each bin of context lengths has a budget of its own on a geometric grid. A step says which share of the bin's tokens is
-bad: overlap under the target (a share of 5 % is a 5th percentile at the target), or xi under 1e-4. With enough of them
-a budget passes or fails. While it is not known where the two meet, a bin goes down by one or two grid steps and up by
-up to four; then it stays at the cheapest that passed. It leaves that upwards if it fails by more than a tenth, and
-tries the next cheaper one if it has long been twice as good as asked for, less and less often if that fails.
+bad: overlap under the target (a share of 5 % is a 5th percentile at the target), or xi under 1e-4. A budget passes or
+fails when that is beyond chance, or known to a fifth of the limit. While it is not known where the two meet, a bin goes
+down by one or two grid steps and up by up to four; then it stays at the cheapest that passed. It leaves that upwards if
+it fails by more than a tenth and beyond chance, and tries the next cheaper one if it has long been twice as good as
+asked for, less and less often if that fails.
 
 Budgets do not fall with length: a bin uses no less than those before it. Where a policy evicts, what a shorter context
 lost a longer one cannot get back: a bin that fails with twice the budget of the one before it lifts that one instead.
@@ -22,18 +23,20 @@ from typing import Any, Literal
 
 import torch
 
-from sparse_rl.calibrate.search import with_budget
-from sparse_rl.kv import EvictPolicy, KVPolicy
+from sparse_rl.calibrate.search import SPAN, budget_grid, with_budget
+from sparse_rl.kv import EvictPolicy, KVPolicy, SelectPolicy
 from sparse_rl.kv.schedule import Schedule
 from sparse_rl.objective.correction import check_choices
-from sparse_rl.objective.tail import BinTail, tails
+from sparse_rl.objective.tail import BinTail, Evidence, tails
 from sparse_rl.train.update import Updated
 from sparse_rl.types import Rollout
 
 logger = logging.getLogger(__name__)
 
 UP, DOWN = 4, 2  # most grid steps at once
+PAGE = 16  # budgets are multiples of it, unless they are too small for that
 ENOUGH = 10  # bad tokens expected at the limit before a budget is judged
+SURE, PRECISE = 2.0, 0.2  # then: standard errors from the limit, or a standard error that is this share of it
 SLACK, SPARE = 1.1, 0.5  # of the limit: a held budget fails above the one, and may be lowered below the other
 WAIT, LONGEST_WAIT = 20, 320  # judgements of a held budget between two tries of a cheaper one
 
@@ -50,10 +53,10 @@ class ControlConfig:
     bin: tokens of context a bin
     every: steps between two measurements; 0 never measures
     patience: measurements before a budget is judged
-    smallest: smallest budget of the grid
-    largest: largest budget of the grid
-    budgets: how many there are, each the same factor above the one before
-    multiple: they are multiples of this, pages say
+    smallest: smallest budget of the grid; if not given, a 64th of the longest context, or kv.budget where that is less
+    largest: largest budget of the grid; if not given, the one from which on nothing is left out of the longest context
+    budgets: how many there are at most, each the same factor above the one before
+    multiple: they are multiples of this (16, or 1 if contexts are under 1,024 tokens), and of pages that are read whole
     """
 
     auto: bool = False
@@ -64,53 +67,42 @@ class ControlConfig:
     bin: int = 2000
     every: int = 1
     patience: int = 2
-    smallest: int = 256
-    largest: int = 16384
+    smallest: int | None = None
+    largest: int | None = None
     budgets: int = 18
-    multiple: int = 16
+    multiple: int | None = None
 
     def __post_init__(self) -> None:
         check_choices(self, "control")
         for field in ("target", "quantile", "hazard"):
             if not 0.0 < getattr(self, field) < 1.0:
                 raise ValueError(f"control.{field} is {getattr(self, field)}; it must be above 0 and below 1.")
-        for field in ("bin", "patience", "smallest", "multiple"):
-            if getattr(self, field) < 1:
-                raise ValueError(f"control.{field} is {getattr(self, field)}; it must be at least 1.")
+        for field in ("bin", "patience", "smallest", "largest", "multiple"):
+            value = getattr(self, field)
+            if value is not None and value < 1:
+                raise ValueError(f"control.{field} is {value}; it must be at least 1.")
         if self.every < 0 or (self.auto and not self.every):
             raise ValueError(f"control.every is {self.every}; it must be at least 0, and with control.auto at least 1.")
-        if self.budgets < 2 or self.largest <= self.smallest:
+        if self.budgets < 2:
+            raise ValueError(f"control.budgets is {self.budgets}; it must be at least 2.")
+        if self.smallest is not None and self.largest is not None and self.largest <= self.smallest:
             raise ValueError(
-                f"control.budgets is {self.budgets}, from control.smallest {self.smallest} to control.largest "
-                f"{self.largest}; give at least 2, the largest above the smallest."
+                f"control.largest is {self.largest} and control.smallest {self.smallest}; it must be larger than that."
             )
-        if len(self.grid) < self.budgets:
-            raise ValueError(
-                f"control.budgets is {self.budgets}, but from {self.smallest} to {self.largest} there are only "
-                f"{len(self.grid)} multiples of {self.multiple} that far apart; lower control.budgets or "
-                "control.multiple."
-            )
-
-    @property
-    def grid(self) -> tuple[int, ...]:
-        """The budgets to choose among, ascending."""
-        factor = (self.largest / self.smallest) ** (1 / (self.budgets - 1))
-        exact = (self.smallest * factor**i for i in range(self.budgets))
-        return tuple(sorted({max(1, round(value / self.multiple)) * self.multiple for value in exact}))
 
     @property
     def limit(self) -> float:
         """The share of tokens that may be bad."""
         return self.quantile if self.statistic == "tail" else self.hazard
 
-    def bad(self, tail: BinTail) -> float:
-        """The share of a bin's tokens that is."""
+    def bad(self, tail: BinTail) -> tuple[float, ...]:
+        """How many tokens of each rollout are."""
         return tail.under if self.statistic == "tail" else tail.hazard
 
 
-@dataclass(slots=True)
-class BinState:
-    """Where a bin stands; levels are places in the grid."""
+@dataclass(slots=True, kw_only=True)
+class BinState(Evidence):
+    """Where a bin stands, and what speaks for it; levels are places in the grid."""
 
     level: int
     failed: int = -1  # highest that did
@@ -121,17 +113,14 @@ class BinState:
     wait: int = WAIT
     lifted: bool = False  # for a longer context, so that its own passing does not say that it could be cheaper
     measurements: float = 0.0
-    tokens: float = 0.0
-    bad: float = 0.0
 
-    def add(self, tokens: float, share: float) -> None:
-        self.seen = True
-        self.measurements += 1
-        self.tokens += tokens
-        self.bad += tokens * share
+    def add(self, tokens: tuple[float, ...], bad: tuple[float, ...], limit: float) -> None:
+        Evidence.add(self, tokens, bad, limit)
+        self.measurements, self.seen = self.measurements + 1, True
 
     def fade(self, keep: float) -> None:
-        self.measurements, self.tokens, self.bad = (keep * x for x in (self.measurements, self.tokens, self.bad))
+        Evidence.fade(self, keep)
+        self.measurements *= keep
 
     def keep(self, level: int) -> None:
         """Stay there, as if the next cheaper one had failed."""
@@ -141,11 +130,14 @@ class BinState:
         """The level to go to from the level `at`, which the bin has been measured at."""
         if self.measurements < patience or max(self.tokens * limit, self.bad / 2) < ENOUGH:
             return self.level
+        above = self.above(limit)
+        if abs(above) < SURE and self.error(limit) > PRECISE * limit * self.tokens:
+            return self.level
         share = self.bad / self.tokens
         holding = self.passed == at and self.failed == at - 1
         self.fade(0.5 if holding else 0.0)
         if holding:
-            if share <= limit * SLACK:
+            if share <= limit * SLACK or above < SURE:
                 return self._hold(at, share <= limit * SPARE)
             self.stride = 1
         if share > limit:
@@ -184,28 +176,21 @@ class BinState:
 class Controller:
     """The budget of every bin, from a policy that says where they start."""
 
-    def __init__(self, config: ControlConfig, kv: KVPolicy, context: int) -> None:
-        schedule = schedule_of(kv)
-        if schedule is None:
-            raise ValueError(f"control.auto moves kv.budget, but kv.policy {kv.name} has none; choose another policy.")
-        self.config, self.kv, self.grid = config, kv, config.grid
-        calibrated = len(set(schedule.budgets)) > 1
-        if calibrated and schedule.most > self.grid[-1]:
-            raise ValueError(
-                f"kv.budget goes up to {schedule.most}, above control.largest {self.grid[-1]}; raise control.largest."
-            )
-        try:
-            with_budget(kv, self.grid[0])
-        except ValueError as error:
-            raise ValueError(f"control.smallest is too small for this policy: {error}") from error
+    def __init__(self, config: ControlConfig, kv: KVPolicy, grid: tuple[int, ...], longest: int) -> None:
+        self.config, self.kv, self.grid = config, kv, grid
+        schedule, believed = schedule_of(kv), isinstance(getattr(kv, "budget", None), str)
+        if believed:
+            _check_ends(config, schedule.budgets[0], schedule.at(longest))
         self.bins = []
-        for start in range(0, context, config.bin):
-            level = min(bisect_left(self.grid, schedule.at(start)), len(self.grid) - 1)
-            self.bins.append(BinState(level))
-            if calibrated:  # it is taken to be the cheapest that passes
-                self.bins[-1].keep(level)
-        factor = (config.largest / config.smallest) ** (1 / (config.budgets - 1))
+        for start in range(0, longest, config.bin):
+            self.bins.append(BinState(level=self._level(schedule.at(start))))
+            if believed:  # it is taken to be the cheapest that passes
+                self.bins[-1].keep(self.bins[-1].level)
+        factor = (grid[-1] / grid[0]) ** (1 / (len(grid) - 1))
         self.doubling = max(1, round(math.log(2) / math.log(factor))) if isinstance(kv, EvictPolicy) else None
+
+    def _level(self, budget: int) -> int:
+        return min(bisect_left(self.grid, budget), len(self.grid) - 1)
 
     @property
     def levels(self) -> list[int]:
@@ -219,10 +204,15 @@ class Controller:
         return found[::-1]
 
     @property
-    def policy(self) -> KVPolicy:
-        """The policy with the budgets of now."""
+    def schedule(self) -> Schedule:
+        """The budgets of now."""
         starts = tuple(i * self.config.bin for i in range(len(self.bins)))
-        return with_budget(self.kv, Schedule(starts, tuple(self.grid[level] for level in self.levels)).text)
+        return Schedule(starts, tuple(self.grid[level] for level in self.levels))
+
+    @property
+    def policy(self) -> KVPolicy:
+        """The policy with them."""
+        return with_budget(self.kv, self.schedule.text)
 
     def observe(self, measured: list[BinTail]) -> int:
         """Take up what a step measured; returns how many of its bins have another budget now."""
@@ -231,7 +221,7 @@ class Controller:
             i = min(tail.start // self.config.bin, len(self.bins) - 1)
             state = self.bins[i]
             seen.add(i)
-            state.add(tail.tokens, self.config.bad(tail))
+            state.add(tail.tokens, self.config.bad(tail), self.config.limit)
             state.level = state.judged(before[i], self.config.limit, self.config.patience, len(self.grid) - 1)
             if state.failed == before[i] and self.doubling is not None:
                 self._blame(i, before)
@@ -264,18 +254,75 @@ class Controller:
         return {"grid": list(self.grid), "bin": self.config.bin, "bins": [asdict(state) for state in self.bins]}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on as before, unless the grid or the bins are now others."""
+        """Go on as before; where the grid or the bins are now others, from the budgets of then."""
         if not state:
             return
-        if (state["grid"], state["bin"], len(state["bins"])) != (list(self.grid), self.config.bin, len(self.bins)):
-            logger.warning("the grid of budgets is another than the checkpoint's: control.auto starts anew.")
+        grid, width, bins = state["grid"], state["bin"], [BinState(**each) for each in state["bins"]]
+        if (grid, width, len(bins)) == (list(self.grid), self.config.bin, len(self.bins)):
+            self.bins = bins
             return
-        self.bins = [BinState(**each) for each in state["bins"]]
+        logger.warning("control.auto has other budgets or bins than in the checkpoint: it searches from where it was.")
+        at = [min(i * self.config.bin // width, len(bins) - 1) for i in range(len(self.bins))]
+        self.bins = [BinState(level=self._level(grid[bins[i].level])) for i in at]
 
 
-def schedule_of(kv: KVPolicy) -> Schedule | None:
-    """The policy's budget by context length, if it has a budget."""
-    return getattr(kv, "schedule", None)
+def control_grid(config: ControlConfig, kv: KVPolicy, *, prompt: int, longest: int, page_size: int) -> tuple[int, ...]:
+    """The budgets to choose among, ascending: those that the policy and the pages allow, up to what drops nothing.
+
+    prompt, longest: tokens of the longest prompt, and of the longest context there can be
+    """
+    schedule = schedule_of(kv)
+    top = dense_from(kv, prompt, longest)
+    page = config.multiple or (PAGE if top >= PAGE * SPAN else 1)
+    page = math.lcm(page, page_size) if isinstance(kv, SelectPolicy) else page
+    lowest = config.smallest or min(top // SPAN, schedule.budgets[0]) // page * page
+    try:
+        grid = budget_grid(
+            kv,
+            max(top, 1),
+            count=config.budgets,
+            page=page,
+            page_size=page_size,
+            lowest=max(lowest, 1),
+            highest=config.largest,
+        )
+    except ValueError:
+        grid = []
+    if len(grid) < 2:  # the smaller of two leaves something out
+        ends = (("smallest", config.smallest), ("largest", config.largest))
+        given = "".join(f", control.{name} {value}" for name, value in ends if value is not None)
+        interval = f" (kv.interval {kv.interval})" if isinstance(kv, EvictPolicy) else ""
+        raise ValueError(
+            f"control.auto has {'only ' + str(grid[0]) if grid else 'no budget'} to choose from: {kv.name} on pages of "
+            f"{page_size}{given}; and contexts end at {longest} tokens, which lose nothing from {max(top, 0)} on"
+            f"{interval}. Lower control.smallest, kv.interval or what is protected, or raise sampling.max_tokens."
+        )
+    return tuple(grid)
+
+
+def dense_from(kv: KVPolicy, prompt: int, longest: int) -> int:
+    """The smallest budget that leaves nothing out of a context of that length."""
+    if not isinstance(kv, EvictPolicy):
+        return longest
+    return longest - kv.interval - prompt if kv.protect_prompt else max(longest - kv.interval, prompt)
+
+
+def _check_ends(config: ControlConfig, least: int, most: int) -> None:
+    """A schedule is kept as it is, or refused."""
+    if config.largest is not None and most > config.largest:
+        raise ValueError(f"kv.budget goes up to {most}, above control.largest {config.largest}; raise control.largest.")
+    if config.smallest is not None and least < config.smallest:
+        raise ValueError(
+            f"kv.budget begins with {least}, below control.smallest {config.smallest}; lower control.smallest."
+        )
+
+
+def schedule_of(kv: KVPolicy) -> Schedule:
+    """The policy's budget by context length."""
+    schedule: Schedule | None = getattr(kv, "schedule", None)
+    if schedule is None:
+        raise ValueError(f"control.auto moves kv.budget, but kv.policy {kv.name} has none; choose another policy.")
+    return schedule
 
 
 def measure(rollouts: list[Rollout], updated: Updated, config: ControlConfig) -> list[BinTail]:
@@ -286,10 +333,10 @@ def measure(rollouts: list[Rollout], updated: Updated, config: ControlConfig) ->
     sampler = torch.cat([rollout.sampler_logprobs for rollout in rollouts])
     contexts = torch.cat([torch.arange(len(r.token_ids)) + len(r.prompt.ids) for r in rollouts])
     lengths = torch.tensor([len(rollout.token_ids) for rollout in rollouts])
+    rows = torch.arange(len(rollouts)).repeat_interleave(lengths)
     chosen = torch.cat([rollout.completion_mask for rollout in rollouts]) & ~overlap.isnan()
-    weights = updated.row_weights.repeat_interleave(lengths)
     return tails(
-        *(values[chosen] for values in (overlap, dense - sampler, contexts, weights)),
+        *(values[chosen] for values in (overlap, dense - sampler, contexts, rows, updated.row_weights[rows])),
         width=config.bin,
         target=config.target,
         quantile=config.quantile,
@@ -299,15 +346,13 @@ def measure(rollouts: list[Rollout], updated: Updated, config: ControlConfig) ->
 def tail_metrics(measured: list[BinTail], kv: KVPolicy) -> dict[str, float]:
     """The `tail/*` metrics, and the budget of each bin that was seen."""
     metrics: dict[str, float] = {}
-    schedule = schedule_of(kv)
+    schedule: Schedule | None = getattr(kv, "schedule", None)
     for tail in measured:
-        metrics |= {
-            f"tail/{tail.start}/overlap": tail.quantile,
-            f"tail/{tail.start}/hazard": tail.hazard,
-            f"tail/{tail.start}/tokens": tail.tokens,
-        }
+        metrics[f"tail/{tail.start}/hazard"] = tail.share(tail.hazard)
+        metrics[f"tail/{tail.start}/tokens"] = sum(tail.tokens)
+        if tail.quantile is not None:
+            metrics[f"tail/{tail.start}/overlap"] = tail.quantile
         if schedule is not None:
             metrics[f"kv/budget/{tail.start}"] = schedule.at(tail.start)
-    if measured:
-        metrics["tail/overlap_lowest"] = min(tail.quantile for tail in measured)
-    return metrics
+    known = [tail.quantile for tail in measured if tail.quantile is not None]
+    return metrics | ({"tail/overlap_lowest": min(known)} if known else {})

@@ -32,8 +32,8 @@ from sparse_rl.score.head import Head
 from sparse_rl.tasks import Graded, Task
 from sparse_rl.train.alarms import Alarms
 from sparse_rl.train.callbacks import Callbacks
-from sparse_rl.train.config import TrainerConfig, check_model, check_prompts, check_settings
-from sparse_rl.train.control import ControlConfig, Controller, measure, tail_metrics
+from sparse_rl.train.config import TrainerConfig, check_model, check_prompts, check_settings, longest_prompt
+from sparse_rl.train.control import ControlConfig, Controller, control_grid, measure, tail_metrics
 from sparse_rl.train.distill import DistillConfig, Distiller
 from sparse_rl.train.folder import task_settings
 from sparse_rl.train.guards import POOL, Guards
@@ -119,7 +119,7 @@ class Trainer:
         self.alarms = Alarms()
         self.controller: Controller | None = None
         if self.control_config.auto:
-            self.controller = Controller(self.control_config, self.kv, self.engine.context)
+            self.controller = self._controller()
             self.engine.use(self.controller.policy)
         self.eval_engines: dict[str, GuardedEngine] = {}  # kept for their graphs
         check_prompts(task, self.engine.context)
@@ -234,7 +234,7 @@ class Trainer:
             measured = self.processes.by_first(lambda: measure(rollouts, updated, config))
         found = tail_metrics(measured, self.engine.kv)
         if not isinstance(self.kv, Full):
-            found |= self.alarms.look(self.step, metrics, measured, config.target)
+            found |= self.alarms.look(self.step, metrics, measured, config.target, config.quantile)
         if self.controller is not None:
             found["kv/budget_moves"] = self.controller.observe(measured)
             self.engine.use(self.controller.policy)
@@ -309,6 +309,12 @@ class Trainer:
         if self.controller is not None:
             self.controller.restore(state.get("control", {}))
             self.engine.use(self.controller.policy)
+
+    def _controller(self) -> Controller:
+        prompt, page_size = longest_prompt(self.task, self.config), self.engine.page_size
+        longest = min(self.engine.context, prompt + self.sampling.max_tokens)
+        grid = control_grid(self.control_config, self.kv, prompt=prompt, longest=longest, page_size=page_size)
+        return Controller(self.control_config, self.kv, grid, longest)
 
     def _reference(self) -> Head:
         """The model as it is now: the module without its adapters, or a copy."""

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Made-up models whose right budget is known, for what moves budgets."""
+
+from __future__ import annotations
+
+import math
+import random
+
+from sparse_rl.kv import RKV
+from sparse_rl.objective.tail import BinTail
+from sparse_rl.train.control import ControlConfig, Controller, control_grid
+
+CONFIG = ControlConfig(auto=True, bin=1000)
+ROLLOUTS = 8
+
+
+def grid_of(config=CONFIG, kv=None, *, prompt=20, longest=16384 + 128, page_size=64):
+    return control_grid(config, kv or RKV(window=8), prompt=prompt, longest=longest, page_size=page_size)
+
+
+GRID = grid_of()
+
+
+def tail(share, *, tokens=4000.0, start=0, hazard=0.0, quantile=0.9, rollouts=ROLLOUTS):
+    """A bin in which every rollout has this share of bad tokens, or each its own."""
+    shares = share if isinstance(share, list) else [share] * rollouts
+    each = tokens / len(shares)
+    return BinTail(
+        start=start,
+        quantile=quantile,
+        tokens=(each,) * len(shares),
+        under=tuple(each * x for x in shares),
+        far=(0.0,) * len(shares),
+        hazard=(each * hazard,) * len(shares),
+    )
+
+
+class Plant:
+    """A model whose share of bad tokens falls with the budget, and rises with length: logistic in its logarithm.
+
+    With `loss`, a bin suffers from a budget below its own need in the one before it, as where entries are evicted.
+    With `spread`, the share of a step varies as if it were that of so many tokens, since rollouts have shares of
+    their own.
+    """
+
+    def __init__(self, levels, slope=1.5, tokens=4000, spread=None, loss=0.0, rollouts=ROLLOUTS):
+        # The cheapest that passes is `level`: the share is the limit a little below it.
+        self.needs = [math.log(GRID[level]) - 0.3 * math.log(GRID[1] / GRID[0]) for level in levels]
+        self.slope, self.tokens, self.spread, self.loss, self.rollouts = slope, tokens, spread, loss, rollouts
+
+    def share(self, i, levels):
+        spare = math.log(GRID[levels[i]]) - self.needs[i]
+        lost = min(0.0, math.log(GRID[levels[max(0, i - 1)]]) - self.needs[i])
+        at_limit = math.log(0.05 / 0.95)
+        return 1 / (1 + math.exp(self.slope * (spare + self.loss * lost) - at_limit))
+
+    def measured(self, controller):
+        found = []
+        levels = controller.levels
+        for i in range(len(self.needs)):
+            share = self.share(i, levels)
+            shares = [share] * self.rollouts
+            if self.spread is not None:
+                each = self.spread / self.rollouts
+                shares = [random.betavariate(share * each, (1 - share) * each) for _ in shares]
+            found.append(tail(shares, tokens=self.tokens, start=1000 * i))
+        return found
+
+    def run(self, controller, steps):
+        """The levels after each step."""
+        history = []
+        for _ in range(steps):
+            controller.observe(self.measured(controller))
+            history.append(controller.levels[: len(self.needs)])
+        return history
+
+
+def controller(budget=GRID[0], bins=1, config=CONFIG):
+    return Controller(config, RKV(budget=budget, window=8), GRID, bins * config.bin)
