@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/pip install --quiet --constraint constraints.txt
 
-.PHONY: demo test test-slow test-gpu test-compat test-wheel lint check clean
+.PHONY: demo test test-slow test-gpu test-compat test-wheel bench-cpu bench-gpu lint check clean
 
 ## demo: train two arms on the embedded model, compare them with the recorded ones, write a report (5 minutes)
 demo: .venv/ready
@@ -44,6 +44,14 @@ test-wheel:
 	! $$sparse_rl report runs/first 2> refused; grep "pip install 'sparse-rl\[report\]'" refused; \
 	$$env/bin/pip install --quiet --constraint ../constraints.txt 'sparse-rl[report]'; \
 	$$sparse_rl report runs/first; test -s report.html
+
+## bench-cpu: the README's numbers of a CPU again, the old ones beside them (BENCH=--list shows the commands)
+bench-cpu: .venv/ready
+	$(BIN)/python scripts/bench.py cpu $(BENCH)
+
+## bench-gpu: the same of an H200 (an hour), with the Python that is active, whose torch is the GPU's
+bench-gpu:
+	PYTHONPATH=src $(PYTHON) scripts/bench.py gpu $(BENCH)
 
 ## lint: ruff and mypy
 lint: .venv/ready
