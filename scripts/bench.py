@@ -3,10 +3,10 @@
 
     python scripts/bench.py cpu|gpu [--list] [--only learner]
 
-Every file of benchmarks/results says which commands made it. They run again here, one after the other, and write into the
-same files; what was measured at this commit is not measured again, so a run may be cut anywhere. The files as they were
-when a commit was first measured stay in runs/bench/COMMIT/before, and unfinished work of another commit moves there too.
-Word problems and the last evaluation need the folder data/ (scripts/word_problems.py, `sparse-rl data check`).
+Every file of benchmarks/results says which commands made it. They run again here, one after the other, and write into
+the same files; what was measured at this commit is not measured again, so a run may be cut anywhere. The files as they
+were when a commit was first measured stay in runs/bench/COMMIT/before, and what other commits left half done moves to
+runs/bench/COMMIT. Word problems and the last evaluation need the folder data/ (scripts/word_problems.py).
 Not here: benchmarks/evidence, which has a script a part, and takes hours.
 """
 
@@ -29,11 +29,9 @@ from rich.table import Table
 from sparse_rl.runfolder import package_commit
 
 RESULTS = Path("benchmarks/results")
-FILES = {  # in this order: the last one evaluates a model that the one before it makes
-    "cpu": ("rollout_cpu",),
-    "gpu": ("rollout_h200", "learner_h200", "full_step_h200", "policies_speed", "policies_quality", "arms")
-    + ("smollm2_lookup", "smollm2_words", "eval_smollm2"),
-}
+SPEED = ("rollout_h200", "learner_h200", "full_step_h200", "policies_speed")
+QUALITY = ("policies_quality", "arms", "smollm2_lookup", "smollm2_words", "eval_smollm2")  # the last needs that before
+FILES = {"cpu": ("rollout_cpu",), "gpu": (*SPEED, *QUALITY)}
 COPIED = {"eval_smollm2": {"results.json": "json", "table.md": "md"}}  # from the folder of the command's --output
 WORK = ("runs/arms", "runs/smollm2", "evals/smollm2")  # what commands go on with
 FIGURES = ("tokens_per_s", "step_ms", "roofline.share", "mfu", "peak_bytes", "kv.peak_bytes", "kv_peak_bytes")

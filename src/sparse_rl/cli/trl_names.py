@@ -91,7 +91,7 @@ REFUSED: dict[str, str] = {
     "vllm_importance_sampling_correction": "give correction.preset",
     "min_p": "training samples from the whole distribution",
     "repetition_penalty": "training samples from the whole distribution",
-    "gradient_checkpointing": "only the head's logits are computed again in the backward pass",
+    "gradient_checkpointing": "give update.activations recompute",
     "use_peft": "give lora.r, the adapters' rank",
     "lora_dropout": "dropout is off in sampler and learner",
     "use_rslora": "give lora.alpha times the square root of lora.r",

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes the tables of docs/ that say what the code says: metrics, alarms, TRL's names.
+
+    python scripts/docs_tables.py
+
+A page has the place between `<!-- table: WHAT -->` and `<!-- end -->`; WHAT is a key of TABLES and what it takes.
+tests/test_docs.py fails where a page is behind.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from sparse_rl.cli.trl_names import NAMES, REFUSED, VALUES
+from sparse_rl.metrics import METRICS, REMEDIES
+
+DOCS = Path(__file__).parents[1] / "docs"
+PLACE = re.compile(r"(<!-- table: (\w+)((?: \S+)*) -->\n).*?(<!-- end -->)", flags=re.DOTALL)
+
+
+def table(heading: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    lines = [heading, ("---",) * len(heading), *rows]
+    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
+
+
+def metrics(*prefixes: str) -> str:
+    """Those whose names begin so."""
+    chosen = ((f"`{name}`", text) for name, text in METRICS.items() if name.startswith(prefixes))
+    return table(("metric", "what it is"), chosen)
+
+
+def alarms() -> str:
+    return table(
+        ("alarm", "when", "what to do"), ((f"`{name}`", METRICS[name], text) for name, text in REMEDIES.items())
+    )
+
+
+def trl_names() -> str:
+    rows = []
+    for name, key in NAMES.items():
+        values = ", ".join(f"`{theirs}` is `{ours}`" for theirs, ours in VALUES.get(name, {}).items())
+        rows.append((f"`{name}`", f"`{key}`", values))
+    return table(("TRL", "here", "values"), rows)
+
+
+def trl_refused() -> str:
+    return table(("TRL", "instead"), ((f"`{name}`", text) for name, text in REFUSED.items()))
+
+
+TABLES: dict[str, Callable[..., str]] = {
+    function.__name__: function for function in (metrics, alarms, trl_names, trl_refused)
+}
+
+
+def filled(page: str) -> str:
+    """The page with its tables as the code has them."""
+    return PLACE.sub(lambda place: place[1] + TABLES[place[2]](*place[3].split()) + place[4], page)
+
+
+def main() -> None:
+    for path in sorted(DOCS.glob("*.md")):
+        page = path.read_text()
+        if filled(page) != page:
+            path.write_text(filled(page))
+            print(f"wrote {path}")
+
+
+if __name__ == "__main__":
+    main()
