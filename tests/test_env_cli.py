@@ -72,3 +72,8 @@ def test_a_commit_is_the_packages_own(tmp_path, monkeypatch, tracked):
     head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout
     monkeypatch.setattr(sparse_rl, "__file__", str(package / "__init__.py"))
     assert package_commit() == (head[:7] if tracked else None)
+
+
+def test_the_changelog_begins_with_this_version():
+    changelog = (Path(__file__).parents[1] / "CHANGELOG.md").read_text()
+    assert re.search(r"^## (\d+\.\d+\.\d+)", changelog, re.MULTILINE)[1] == sparse_rl.__version__
