@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/pip install --quiet --constraint constraints.txt
 
-.PHONY: demo test test-slow test-gpu test-compat lint check docs clean
+.PHONY: demo test test-slow test-gpu test-compat test-wheel bench-cpu bench-gpu lint check docs clean
 
 ## demo: train two arms on the embedded model, compare them with the recorded ones, write a report (5 minutes)
 demo: .venv/ready
@@ -30,6 +30,28 @@ test-compat:
 	$$env/bin/pip install --quiet --constraint $$env/constraints.txt '.[test]'; \
 	$$env/bin/python -c "import transformers; print('transformers', transformers.__version__)"; \
 	$$env/bin/python -m pytest tests/rollout tests/model tests/kv tests/train
+
+## test-wheel: the wheel alone, in an empty environment and an empty folder; PYTHON=python3.12 tries another Python
+test-wheel:
+	set -e; env=$$(mktemp -d); trap 'rm -rf "$$env"' EXIT; unset PYTHONPATH; $(PYTHON) -m venv $$env; \
+	$$env/bin/pip wheel --quiet --no-deps --wheel-dir $$env/dist .; wheel=$$(echo $$env/dist/*.whl); \
+	$$env/bin/pip install --quiet --constraint constraints.txt torch; \
+	$$env/bin/pip install --quiet --constraint constraints.txt $$wheel; \
+	cp constraints.txt $$env; mkdir $$env/empty; cd $$env/empty; sparse_rl=$$env/bin/sparse-rl; \
+	$$sparse_rl --help; $$sparse_rl env; \
+	$$sparse_rl train --output_dir runs/first --max_steps 2 --trainer.prompts_per_step 2 --eval.prompts 8; \
+	$$sparse_rl eval --models tiny --benchmarks gsm8k --problems 4 --max-tokens 16 --kv full rkv:16 --output evals; \
+	! $$sparse_rl report runs/first 2> refused; grep "pip install 'sparse-rl\[report\]'" refused; \
+	$$env/bin/pip install --quiet --constraint ../constraints.txt 'sparse-rl[report]'; \
+	$$sparse_rl report runs/first; test -s report.html
+
+## bench-cpu: the README's numbers of a CPU again, the old ones beside them (BENCH=--list shows the commands)
+bench-cpu: .venv/ready
+	$(BIN)/python scripts/bench.py cpu $(BENCH)
+
+## bench-gpu: the same of an H200 (an hour), with the Python that is active, whose torch is the GPU's
+bench-gpu:
+	PYTHONPATH=src $(PYTHON) scripts/bench.py gpu $(BENCH)
 
 ## lint: ruff and mypy
 lint: .venv/ready

@@ -9,7 +9,7 @@ speed     256 rows; a window of steps at full caches, as `sparse-rl bench rollou
 quality   overlap on answers to GSM8K problems that the cache itself sampled (temperature 1, at most 256 tokens), a
           lower bound from the sampler's top 20 ids; greedy look-up among 15 pairs; contexts are about 200 tokens
 
-Settings that were measured are not measured again, so a run may be cut anywhere. Results go to
+Settings that were measured at this commit are not measured again, so a run may be cut anywhere. Results go to
 benchmarks/results/policies_{speed,quality}.json, the plot beside them.
 """
 
@@ -60,7 +60,8 @@ def main() -> None:
     parser.add_argument("--result", type=Path)
     args = parser.parse_args()
     path = args.result or Path(f"benchmarks/results/policies_{args.what}.json")
-    began, done = time.monotonic(), {record["label"] for record in read(path)}
+    began, made = time.monotonic(), provenance(torch.device(args.device))
+    done = {record["label"] for record in read(path) if record["commit"] == made["commit"]}
     loaded = load("smollm2", dtype=dtype_of(args), device=args.device) if args.what == "quality" else None
     for policy in chosen(args):
         label = " ".join([policy.name, *([str(policy.budget)] if hasattr(policy, "budget") else [])])
@@ -73,7 +74,7 @@ def main() -> None:
         record = {
             "label": label,
             "command": " ".join(["python benchmarks/policies.py", *sys.argv[1:]]),
-            **provenance(torch.device(args.device)),
+            **made,
             "settings": {**settings, "kv": policy_record(policy)},
             "results": results,
         }

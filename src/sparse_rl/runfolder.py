@@ -41,14 +41,14 @@ def command(arguments: Sequence[str] | None = None) -> str:
 
 
 def package_commit() -> str | None:
-    """The package's commit, if it runs from a repository."""
+    """The package's commit, if it runs from a repository that it is part of, as it is not in a `.venv` of another."""
     package = Path(sparse_rl.__file__).parent
-    command = ["git", "-C", str(package), "rev-parse", "--short", "HEAD"]
+    command = ["git", "-C", str(package), "rev-parse", "HEAD", "HEAD:./__init__.py"]
     try:
         found = subprocess.run(command, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return found.stdout.strip() or None
+    return found.stdout[:7] if found.returncode == 0 else None
 
 
 def provenance(device: torch.device) -> dict[str, Any]:

@@ -120,7 +120,7 @@ def test_settings_that_do_not_fit_are_refused(monkeypatch):
     with pytest.raises(ValueError, match="has adapters already; load it anew"):
         add_adapters(model, LoraConfig(r=1), seed=0)
     monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(ValueError, match=r"lora.r is 8, which needs peft; pip install peft"):
+    with pytest.raises(ValueError, match=r"lora.r is 8, which needs peft; pip install 'sparse-rl\[lora\]'"):
         add_adapters(tiny_model(), LoraConfig(r=8), seed=0)
 
 

@@ -201,7 +201,7 @@ def test_what_cannot_be_had_is_refused(monkeypatch):
     with pytest.raises(ValueError, match=r"optimizer.kind is 'sgd'"):
         OptimizerConfig(kind="sgd")
     monkeypatch.setitem(sys.modules, "torchao.optim", None)
-    with pytest.raises(ValueError, match="which needs torchao; pip install torchao"):
+    with pytest.raises(ValueError, match=r"needs torchao; pip install 'sparse-rl\[optim\]'"):
         OptimizerConfig(kind="adamw_8bit").build(MasterWeights(Regression()))
 
 

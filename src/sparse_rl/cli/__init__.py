@@ -8,24 +8,27 @@ import logging
 import os
 import sys
 
-COMMANDS = ("train", "sft", "plan", "calibrate", "generate", "eval", "report", "inspect", "export", "bench", "data")
+COMMANDS = {
+    "train": "train a model on a task; without a setting, the embedded model on the embedded task",
+    "sft": "teach a model completions to imitate, so that training has something to reward",
+    "plan": "what a training run holds in memory, whether it fits, and what to change if it does not",
+    "calibrate": "the cheapest KV budget by context length that keeps a model near its dense self, and what it saves",
+    "generate": "sample from a model whose KV cache is compressed while it decodes",
+    "eval": "accuracy of models on benchmarks, dense and compressed caches side by side",
+    "report": "one HTML page with plots and tables of one or several runs",
+    "inspect": "which positions caches keep of one text, and how far that takes them from the dense model",
+    "export": "a checkpoint as a plain Hugging Face model, adapters merged",
+    "bench": "how fast rollouts and updates are, against the hardware and against others",
+    "data": "which benchmarks are at hand, what their licences restrict, and how to get the others",
+    "env": "versions, GPUs and what else a bug report needs",
+}
 
-USAGE = """usage: sparse-rl COMMAND ...
+USAGE = f"""usage: sparse-rl COMMAND ...
 
 Reinforcement learning of language models whose rollouts run on a sparse KV cache.
 
 commands:
-  train      train a model on a task; without a setting, the embedded model on the embedded task
-  sft        teach a model completions to imitate, so that training has something to reward
-  plan       what a training run holds in memory, whether it fits, and what to change if it does not
-  calibrate  the cheapest KV budget by context length that keeps a model near its dense self, and what it saves
-  generate   sample from a model whose KV cache is compressed while it decodes
-  eval       accuracy of models on benchmarks, dense and compressed caches side by side
-  report     one HTML page with plots and tables of one or several runs
-  inspect    which positions caches keep of one text, and how far that takes them from the dense model
-  export     a checkpoint as a plain Hugging Face model, adapters merged
-  bench      how fast rollouts and updates are, against the hardware and against others
-  data       which benchmarks are at hand, what their licences restrict, and how to get the others
+{chr(10).join(f"  {name:<9}  {what}" for name, what in COMMANDS.items())}
 
 `sparse-rl COMMAND --help` lists the settings of a command.
 """

@@ -150,4 +150,4 @@ def _peft(reason: str) -> Any:
     try:
         return importlib.import_module("peft")
     except ImportError as error:
-        raise ValueError(f"{reason}, which needs peft; pip install peft.") from error
+        raise ValueError(f"{reason}, which needs peft; pip install 'sparse-rl[lora]'.") from error

@@ -34,12 +34,17 @@ VERSION = 1  # of the conversion; another one makes another folder
 START, END, UNKNOWN = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
 
 
+def cache_folder() -> Path:
+    """Where converted models are kept."""
+    return Path(os.environ.get("SPARSE_RL_CACHE") or Path.home() / ".cache" / "sparse-rl")
+
+
 def converted() -> Path | None:
     """The model's folder, made if need be; None where the package, or `gguf` to read it with, is not installed."""
     source = packaged_weights()
     if source is None:
         return None
-    cache = Path(os.environ.get("SPARSE_RL_CACHE") or Path.home() / ".cache" / "sparse-rl")
+    cache = cache_folder()
     folder = cache / f"smollm2-{_digest(source)[:16]}-{VERSION}"
     if is_whole(folder):
         return folder

@@ -135,4 +135,4 @@ def _torchao() -> Any:
     try:
         return importlib.import_module("torchao.optim")
     except ImportError as error:
-        raise ValueError("optimizer.kind is 'adamw_8bit', which needs torchao; pip install torchao.") from error
+        raise ValueError("adamw_8bit needs torchao; pip install 'sparse-rl[optim]'.") from error
