@@ -91,7 +91,7 @@ def test_schedules_and_budgets_that_follow_the_tail(evidence, tmp_path):
         assert DistillConfig(**distill).r == (8 if "distill" in run.settings["arm"] else 0)
     assert len({pool._kind(run) for run in runs}) == 2  # an adapter takes longer
     (tmp_path / calibrate.name).mkdir()
-    (tmp_path / calibrate.name / "config.json").write_text('{"0.1": "32@0", "0.86": "41@0+44@60"}')
+    (tmp_path / calibrate.name / "config.json").write_text('{"0.02": "32@0", "0.86": "41@0+44@60"}')
     assert [work.budget_of(run.settings, tmp_path) for run in (runs[0], runs[3], runs[-1])] == [
         "41@0+44@60",
         "32@0",
@@ -116,20 +116,19 @@ def test_a_calibration_and_what_trains_on_it(evidence, tmp_path):
     import part_g
     import work
 
-    bed = dataclasses.replace(
-        cells.TRIAL, letters=3, steps=2, filler=0, prompts=2, n=2, problems=4, interval=4, budgets=(24, 18, 12)
-    )
+    small = {"letters": 3, "steps": 2, "filler": 0, "prompts": 2, "n": 2, "problems": 4, "interval": 4}
+    bed = dataclasses.replace(cells.TRIAL, **small, budgets=(30, 20, 16), sweep=(12,))
     made = {cell.name: cell for cell in part_g.cells(bed)}
     calibrate = made["trial-calibrate"]
     found = work.calibrate(calibrate, "cpu", tmp_path)
     assert list(found["schedules"]) == [f"{target:g}" for target in part_g.TARGETS]
-    assert list(found["curve"]) == [12, 13, 14, 15, 16, 18, 19, 21, 22, 24]
+    assert list(found["curve"]) == [12, 13, 14, 15, 17, 18, 20, 21, 23, 25, 28, 30]
     assert all(len(at["p05"]) == len(found["bins"]) for at in found["curve"].values())
     budgets = json.loads((tmp_path / "trial-calibrate" / "config.json").read_text())
     run = work.train(made["trial-schedule-0.86-s0"], "cpu", tmp_path)
     assert run["budgets"] == budgets["0.86"] and len(run["bins"]["tail/overlap_lowest"]) == 2
     run = work.train(made["trial-auto_distill-0.86-s0"], "cpu", tmp_path)
-    assert run["bins"]["kv/budget/0"][0] == 24 and run["bins"]["distill/overlap_p05"][0] is not None
+    assert run["bins"]["kv/budget/0"][0] == 30 and run["bins"]["distill/overlap_p05"][0] is not None
 
 
 def test_needs_come_first_unless_their_model_is_there(evidence, tmp_path):

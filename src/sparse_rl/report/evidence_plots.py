@@ -187,7 +187,7 @@ def _tails(figure: Figure, evidence: Evidence, bed: str) -> bool:
     names = {"tis": "constant budget", "schedule": "schedule", "auto": "auto", "auto_distill": "auto + DistillSparse"}
     panels = figure.subplots(1, 2, sharey=True)
     for panel, cache in zip(panels, ("dense", "sparse"), strict=True):
-        for (arm, label), (colour, marker) in zip(names.items(), looks(len(names)), strict=True):
+        for (arm, label), colour, marker in zip(names.items(), COLOURS, "osD^", strict=False):
             own = [(budget, target) for name, budget, target in runs if name == arm]
             reads = [kv_read(evidence, bed, arm, *each).mean for each in own]
             ends = [evidence.end(bed, arm, budget, cache, target=target) for budget, target in own]
