@@ -57,7 +57,7 @@ FOLLOWED = ("tail/", "kv/budget/", "distill/overlap_p05")  # of a run on a sched
 BEGAN = "began_with"  # file beside a trained model: the hash of the weights before
 CHECKS = 3  # parts of a run, after each of which dense accuracy is looked at
 MEASURED, MEASURED_N = 64, 8  # prompts and completions of a measurement before training
-LEAST_TOKENS = 600  # of a bin of context lengths
+LEAST_TOKENS, ROUNDS = 600, 8  # of a bin of context lengths; of raising a schedule that holds too little
 ROWS = 1024
 STARTS_N = 4  # samples a problem before training: every run is compared with it
 STARTS = (0.55, 0.85)  # accuracy of a testbed's model before training
@@ -205,6 +205,7 @@ def calibrate(cell: Cell, device: str, models: Path) -> dict[str, Any]:
         bin=settings["bin"],
         min_tokens=LEAST_TOKENS,
         bootstrap=0,
+        verify=ROUNDS,
     )
     asked = Calibration(
         loaded=loaded,

@@ -174,9 +174,10 @@ class ReplayedRows:
         for span, rows in found.items():
             most = max(1, BLOCK // (num_heads * (span.stop - span.start) * span.slots))
             for i in range(0, len(rows), most):
-                kept = [kept for _, kept in rows[i : i + most] if kept is not None]
-                offsets = torch.tensor([a for a, _ in rows[i : i + most]])
-                blocks.append(Block(span, offsets, torch.stack(kept) if kept else None))
+                some = rows[i : i + most]
+                positions = [kept for _, kept in some if kept is not None]
+                stacked = torch.stack(positions) if positions else None
+                blocks.append(Block(span, torch.tensor([a for a, _ in some]), stacked))
         return blocks
 
 
