@@ -285,6 +285,9 @@ def test_a_testbed_begins_with_one_model(tmp_path):
 def test_the_page_and_its_plots(tmp_path):
     records = made_up.whole(naive=0.4) + [made_up.before("short", "rkv", budget) for budget in made_up.BUDGETS]
     records += made_up.held("short", {0.86: 0.9, 0.1: 0.4}) + made_up.seeds("short", "tis", 40, 0.85, saved=0.7)
+    records += made_up.seeds("short", "auto_distill", 0, 0.9, target=0.86)
+    for run in records[-3:]:
+        run["results"]["bins"] = {"distill/overlap_p05": [0.1, 0.5, None], "distill/overlap_p05_without": [0.3, 0.25]}
     results = made_up.write(tmp_path / "results", [r for r in records if r["settings"].get("arm") != "reject_only"])
     command = ["report", "--evidence", str(results), "--output", str(tmp_path / "evidence.md")]
     main(command)
@@ -293,6 +296,7 @@ def test_the_page_and_its_plots(tmp_path):
     assert "| 40 | naive | 0.400 ± 0.006 |" in one
     assert "| tis | – | 40 | – | 0.10 ± 0.00 | 0.10 ± 0.00 | 30 ± 0 % | 0.850 ± 0.006 | 0.750 ± 0.006 |" in one
     assert "| schedule | 0.1 | 30@0+40@60 | 0.10 | 0.10 ± 0.00 | 0.10 ± 0.00 | 50 ± 0 % | 0.400 ± 0.006 |" in one
+    assert "tokens: 0.500 ± 0.000 with the adapter, 0.250 ± 0.000 without." in one
     assert "| 40 | 40 % | 20.0 % | 0.900 | 0.300 | 0.050 | 0.990 |" in one
     for name in DRAWN:
         assert f"](evidence/{name}.png)" in one

@@ -287,7 +287,11 @@ def _tails(evidence: Evidence, bed: str) -> str:
         *("run", "P05 asked for", "budgets, from a context of", "P05 before, lowest bin", "in training, first", "last"),
         *("KV read", "dense accuracy", "sparse accuracy", "sparse before", "collapsed", "seeds"),
     )
-    return f"{HELD}\n\n{curve}\n\n{table(names, rows)}"
+    distilled = [r for r in evidence.trained(bed) if r["settings"]["arm"] == "auto_distill"]
+    shared = [_last(distilled, name) for name in ("distill/overlap_p05", "distill/overlap_p05_without")]
+    text = "P05 of some of auto_distill's last rollouts, over all tokens: {} with the adapter, {} without."
+    text = text.format(*(_plain(each, ".3f") for each in shared)) if distilled else ""
+    return "\n\n".join([HELD, curve, table(names, rows), *([text] if text else [])])
 
 
 def _tail(runs: list[Record], at: slice) -> Estimate:
@@ -298,6 +302,13 @@ def _tail(runs: list[Record], at: slice) -> Estimate:
         values = [value for value in (lowest or run["results"]["curves"]["overlap_p05"])[at] if value is not None]
         found.append(math.fsum(values) / len(values) if values else None)
     return estimate(found)
+
+
+def _last(runs: list[Record], name: str) -> Estimate:
+    """Over seeds, what was measured last of something that is measured now and then."""
+    return estimate(
+        next((v for v in reversed(r["results"]["bins"].get(name, [])) if v is not None), None) for r in runs
+    )
 
 
 def _least(values: Sequence[float | None]) -> float | None:
