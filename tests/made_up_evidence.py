@@ -40,7 +40,7 @@ def run(
     kv = policy or ("full" if arm == "dense" else "rkv")
     settings = {"testbed": testbed(bed), "arm": arm, "policy": kv, "budget": 0 if arm == "dense" else budget}
     settings |= {"eps": None, "updates_per_rollout": 1, "seed": seed} | more
-    names = ("reward", "rejection", "catastrophic", "kl", "grad_norm")
+    names = ("reward", "rejection", "catastrophic", "kl", "grad_norm", "overlap_p05")
     curves = {name: [0.1] * 10 for name in names} | {"length": [LENGTH] * 10}
     curves["kv_saved"] = [0.0 if arm == "dense" else saved] * 10
     results = {"dense": [dense, 0.01], "sparse": [dense - 0.1, 0.01], "checks": [[4, dense, 0.02]], "curves": curves}
@@ -58,7 +58,7 @@ def before(bed: str, policy: str, budget: int, accuracy: float = 0.8, **statisti
     """A measurement before training."""
     results: dict[str, Any] = dict.fromkeys(("overlap_mean", "overlap_p05", "overlap_p01", "overlap_min"), 0.9)
     results |= {"kl": 0.1, "rejection": 0.2, "first_veto": [10, 100], "rollouts": 10, "length": LENGTH}
-    results |= {"prompt_len": 18}
+    results |= {"prompt_len": 18, "reward": 0.6, "reward_se": 0.01}
     results |= {"accuracy": {"dense": [accuracy, 0.005], "sparse": [0.5, 0.01]}} | statistics
     settings = {"testbed": testbed(bed), "policy": policy, "budget": budget, "seed": 0}
     return record(f"{bed}-before-{policy}-{budget}", "d", settings, results)
@@ -73,6 +73,26 @@ def under(bed: str, arm: str, trained_at: int, accuracy: float) -> list[dict[str
         matrix = {cache: [accuracy + spread, 0.01] for cache in caches}
         found.append(record(f"{bed}-under-{arm}-{trained_at}-{seed}", "c", settings, {"matrix": matrix}))
     return found
+
+
+def held(bed: str, ends: dict[float, float], short: float = 0.0) -> list[dict[str, Any]]:
+    """Part g: a calibration and three seeds a target; a schedule holds its target, or less by `short`."""
+    schedules, runs = {}, []
+    for target, end in ends.items():
+        steps = f"{BUDGETS[2]}@0+{BUDGETS[1]}@60"
+        schedules[f"{target:g}"] = {
+            "budgets": steps,
+            "tails": [1.0, target - short],
+            "kv_read": 0.4,
+            "sparse": [0.5, 0.01],
+        }
+        runs += seeds(bed, "schedule", 0, end, target=target)
+        for run_of_it in runs[-3:]:
+            run_of_it["results"] |= {"bins": {"tail/overlap_lowest": [target] * 9 + [None]}, "budgets": steps}
+    at = {"p05": [0.9, 0.3], "p01": [0.1, 0.05], "mean": [0.99, None], "kv_read": 0.4, "rejected": 0.2}
+    results = {"bins": [[0, 60], [60, 200]], "curve": {"40": at}, "schedules": schedules}
+    settings = {"testbed": testbed(bed), "targets": list(ends)}
+    return [record(f"{bed}-calibrate", "g", settings, results), *runs]
 
 
 def whole(bed: str = "short", *, dense: float = 0.95, trained: float = 0.8, **ends: float) -> list[dict[str, Any]]:

@@ -58,8 +58,77 @@ def test_budgets_are_measured_before_training(evidence):
     for bed in cells.TESTBEDS.values():
         made = [cell for make in pool._makers() for cell in make(bed)]
         measured = {(c.settings["policy"], c.settings["budget"]) for c in made if c.work == "measure"}
-        trained = {(c.settings["policy"], c.settings["budget"]) for c in made if c.work == "train"}
+        runs = [c.settings for c in made if c.work == "train" and "target" not in c.settings]
+        trained = {(own["policy"], own["budget"]) for own in runs}
         assert trained <= measured
+
+
+def test_schedules_and_budgets_that_follow_the_tail(evidence, tmp_path):
+    """Four targets, what finds its budget by itself at one of them, and constants that part a does not have."""
+    cells, pool = evidence
+    import part_g
+    import work
+
+    from sparse_rl.train.control import ControlConfig
+    from sparse_rl.train.distill import DistillConfig
+
+    assert part_g.cells(cells.LONG) == []
+    calibrate, *runs = part_g.cells(cells.SHORT)
+    arms = [(run.settings["arm"], run.settings.get("target"), bool(run.needs)) for run in runs]
+    assert {arm: arms.count(arm) for arm in arms} == dict.fromkeys(
+        [
+            *(("schedule", target, True) for target in part_g.TARGETS),
+            *(("auto", 0.86, False), ("auto_distill", 0.86, False)),
+        ],
+        3,
+    ) | {("tis", None, False): 6}
+    assert {run.settings["preset"] for run in runs} == {"tis"} and 0.86 in part_g.TARGETS
+    others = {cell.name for make in pool._makers() if make is not part_g.cells for cell in make(cells.SHORT)}
+    assert others.isdisjoint(run.name for run in runs)
+    for run in runs:
+        control, distill = (run.settings.get(name, {}) for name in ("control", "distill"))
+        assert ControlConfig(**control).auto == run.settings["arm"].startswith("auto")
+        assert DistillConfig(**distill).r == (8 if "distill" in run.settings["arm"] else 0)
+    assert len({pool._kind(run) for run in runs}) == 2  # an adapter takes longer
+    (tmp_path / calibrate.name).mkdir()
+    (tmp_path / calibrate.name / "config.json").write_text('{"0.02": "32@0", "0.86": "41@0+44@60"}')
+    assert [work.budget_of(run.settings, tmp_path) for run in (runs[0], runs[3], runs[-1])] == [
+        "41@0+44@60",
+        "32@0",
+        90,
+    ]
+
+
+def test_what_a_run_followed_by_its_own_names(evidence):
+    import work
+
+    from sparse_rl.kv import RKV
+
+    steps = [{"tail/0/overlap": 0.5, "tail/0/tokens": 9.0, "kv/budget/0": 32, "reward": 1.0}, {"tail/0/overlap": None}]
+    found = work.followed(steps, RKV(budget="32@0+44@60"))
+    assert found == {"bins": {"kv/budget/0": [32.0, None], "tail/0/overlap": [0.5, None]}, "budgets": "32@0+44@60"}
+
+
+@pytest.mark.slow
+def test_a_calibration_and_what_trains_on_it(evidence, tmp_path):
+    """The smallest of testbeds: one bin, two targets, two steps."""
+    cells, _ = evidence
+    import part_g
+    import work
+
+    small = {"letters": 3, "steps": 2, "filler": 0, "prompts": 2, "n": 2, "problems": 4, "interval": 4}
+    bed = dataclasses.replace(cells.TRIAL, **small, budgets=(30, 20, 16), sweep=(12,))
+    made = {cell.name: cell for cell in part_g.cells(bed)}
+    calibrate = made["trial-calibrate"]
+    found = work.calibrate(calibrate, "cpu", tmp_path)
+    assert list(found["schedules"]) == [f"{target:g}" for target in part_g.TARGETS]
+    assert list(found["curve"]) == [12, 13, 14, 15, 17, 18, 20, 21, 23, 25, 28, 30]
+    assert all(len(at["p05"]) == len(found["bins"]) for at in found["curve"].values())
+    budgets = json.loads((tmp_path / "trial-calibrate" / "config.json").read_text())
+    run = work.train(made["trial-schedule-0.86-s0"], "cpu", tmp_path)
+    assert run["budgets"] == budgets["0.86"] and len(run["bins"]["tail/overlap_lowest"]) == 2
+    run = work.train(made["trial-auto_distill-0.86-s0"], "cpu", tmp_path)
+    assert run["bins"]["kv/budget/0"][0] == 30 and run["bins"]["distill/overlap_p05"][0] is not None
 
 
 def test_needs_come_first_unless_their_model_is_there(evidence, tmp_path):

@@ -88,7 +88,7 @@ class Cell:
     part: str
     work: str  # a function of work.py, timing.py (part e) or real.py (SmolLM2)
     settings: dict[str, Any] = field(default_factory=dict)
-    needs: tuple[str, ...] = ()  # cells whose model it starts from
+    needs: tuple[str, ...] = ()  # cells whose model it starts from, or whose schedule it trains on
     alone: bool = False  # nothing else may run beside it: it measures time or memory
     start: bool = False  # makes the model that all of a testbed begin with
 

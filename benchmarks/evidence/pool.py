@@ -24,10 +24,10 @@ from typing import Any
 
 from cells import RESULTS, TESTBEDS, Cell, Testbed, read_results, warm_cells, write_result
 
-PARTS = ("warm", "a", "b", "c", "d", "e", "f", "smollm2")
+PARTS = ("warm", "a", "b", "c", "d", "e", "f", "g", "smollm2")
 MODELS = Path("runs/evidence/models")
 # Seconds of a cell, where none of its kind is done.
-GUESS = {"warm": 480, "train": 240, "matrix": 90, "measure": 45, "step": 120, "begin": 420, "arm": 420}
+GUESS = {"warm": 480, "train": 240, "matrix": 90, "measure": 45, "calibrate": 90, "step": 120, "begin": 420, "arm": 420}
 
 
 def main(parts: dict[str, Callable[[Testbed], list[Cell]]], description: str | None) -> None:
@@ -174,7 +174,8 @@ def _next(
 def _kind(cell: Cell) -> str:
     """Cells that take about as long."""
     own = cell.settings
-    return f"{cell.work} {own.get('testbed', {}).get('name')} {own.get('updates_per_rollout')} {own.get('response')}"
+    name = f"{cell.work} {own.get('testbed', {}).get('name')} {own.get('updates_per_rollout')} {own.get('response')}"
+    return f"{name} distilled" if own.get("distill") else name
 
 
 def _note(longest: dict[str, float], cell: Cell, seconds: float) -> None:

@@ -3,7 +3,7 @@
 
 What is named first begins first, behind what it needs: c brings those runs of part a whose models it evaluates.
 
-python benchmarks/evidence/several.py c a d b f --testbed short --jobs 14 --minutes 9
+python benchmarks/evidence/several.py c a d b f g --testbed short --jobs 14 --minutes 9
 """
 
 from __future__ import annotations

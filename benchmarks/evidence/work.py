@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a cell does: train a testbed's model, train an arm, evaluate under several caches, measure before training.
+"""What a cell does: train a testbed's model, train an arm, evaluate under several caches, measure and calibrate before.
 
 Every function takes the cell, the device and the folder of models, and returns what goes into the results.
 """
@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from contextlib import nullcontext
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
@@ -21,8 +22,12 @@ from typing import Any
 import torch
 from cells import HERE, Cell
 
+from sparse_rl.calibrate import Calibration, CalibrationConfig
+from sparse_rl.calibrate import calibrate as run_calibration
+from sparse_rl.calibrate.analysis import tail_row
 from sparse_rl.evaluate import EvalConfig, evaluate
-from sparse_rl.kv import Full, KVPolicy, build_policy
+from sparse_rl.kv import EvictPolicy, Full, KVPolicy, build_policy
+from sparse_rl.kv.schedule import Schedule
 from sparse_rl.metrics import read_log
 from sparse_rl.model.load import EMBEDDED, LoadedModel, load
 from sparse_rl.objective.correction import PRESETS
@@ -31,6 +36,8 @@ from sparse_rl.rollout import Engine, EngineConfig, Sampling
 from sparse_rl.score import score
 from sparse_rl.tasks import Chain
 from sparse_rl.train import OptimizerConfig, Trainer, TrainerConfig, UpdateConfig
+from sparse_rl.train.control import ControlConfig
+from sparse_rl.train.distill import DistillConfig
 from sparse_rl.train.observer import Observer
 from sparse_rl.types import Rollout, kv_saved_frac
 
@@ -46,9 +53,11 @@ CURVES = {  # of metrics.jsonl, by short name
     "rollout_s": "time/rollout_s",
     "update_s": "time/update_s",
 }
+FOLLOWED = ("tail/", "kv/budget/", "distill/overlap_p05")  # of a run on a schedule, or whose budget moves
 BEGAN = "began_with"  # file beside a trained model: the hash of the weights before
 CHECKS = 3  # parts of a run, after each of which dense accuracy is looked at
 MEASURED, MEASURED_N = 64, 8  # prompts and completions of a measurement before training
+LEAST_TOKENS, ROUNDS = 600, 8  # of a bin of context lengths; of raising a schedule that holds too little
 ROWS = 1024
 STARTS_N = 4  # samples a problem before training: every run is compared with it
 STARTS = (0.55, 0.85)  # accuracy of a testbed's model before training
@@ -78,7 +87,7 @@ def train(cell: Cell, device: str, models: Path) -> dict[str, Any]:
     """One run of the trainer; accuracy with both caches at its end."""
     settings, bed = cell.settings, cell.settings["testbed"]
     loaded, task = start(bed, device, models), task_of(bed)
-    policy, correction = policy_of(settings["policy"], settings["budget"], bed), PRESETS[settings["preset"]]
+    policy, correction = policy_of(settings["policy"], budget_of(settings, models), bed), PRESETS[settings["preset"]]
     if settings["eps"]:
         correction = replace(correction, veto=settings["eps"])
     scratch = Path(tempfile.mkdtemp(prefix="evidence-"))
@@ -95,6 +104,8 @@ def train(cell: Cell, device: str, models: Path) -> dict[str, Any]:
         ),
         optimizer=OptimizerConfig(learning_rate=bed["lr"], schedule="linear", beta2=0.98),
         eval=EvalConfig(prompts=0),
+        control=ControlConfig(**settings.get("control", {})),
+        distill=DistillConfig(**settings.get("distill", {})),
         config=TrainerConfig(
             output_dir=str(scratch / "run"),
             steps=bed["updates"],
@@ -119,15 +130,26 @@ def train(cell: Cell, device: str, models: Path) -> dict[str, Any]:
         trainer.engine.release()
     if settings["keep"]:
         save(loaded, models / cell.name, began_with(start_of(bed, models)))
-    sparse = policy if settings["budget"] else policy_of("rkv", bed["budgets"][1], bed)
+    dense = accuracy(checks.engine, task, bed["problems"])
+    kv = trainer.engine.kv if settings["budget"] else policy_of("rkv", bed["budgets"][1], bed)
+    with trainer.distiller.on() if trainer.distiller is not None else nullcontext():  # as the rollouts were
+        sparse = accuracy(engine_of(loaded, kv, bed), task, bed["problems"])
     return {
         "start": began_with(start_of(bed, models)),
-        "dense": accuracy(checks.engine, task, bed["problems"]),
-        "sparse": accuracy(engine_of(loaded, sparse, bed), task, bed["problems"]),
+        "dense": dense,
+        "sparse": sparse,
         "checks": checks.found,
         "not_finite": not_finite,
         "curves": {short: [rounded(line.get(name)) for line in steps] for short, name in CURVES.items()},
+        **(followed(steps, kv) if "control" in settings else {}),
     }
+
+
+def followed(steps: list[dict[str, Any]], kv: KVPolicy) -> dict[str, Any]:
+    """Tails and budgets by context length, step by step, under their own names; and the budgets after the last."""
+    names = sorted({name for line in steps for name in line if name.startswith(FOLLOWED) and "tokens" not in name})
+    assert isinstance(kv, EvictPolicy)
+    return {"bins": {name: [rounded(line.get(name)) for line in steps] for name in names}, "budgets": kv.schedule.text}
 
 
 def matrix(cell: Cell, device: str, models: Path) -> dict[str, Any]:
@@ -168,6 +190,64 @@ def measure(cell: Cell, device: str, models: Path) -> dict[str, Any]:
         if settings["policy"] == "full" and settings["seed"] == 0
         else None,
     }
+
+
+def calibrate(cell: Cell, device: str, models: Path) -> dict[str, Any]:
+    """The tail by budget and context length, a schedule for each target, and accuracy under it before training."""
+    settings, bed = cell.settings, cell.settings["testbed"]
+    loaded, task = start(bed, device, models), task_of(bed)
+    count = min(MEASURED, bed["problems"])
+    config = CalibrationConfig(
+        lowest=settings["smallest"],
+        highest=settings["largest"],
+        num_budgets=settings["budgets"],
+        page=1,
+        bin=settings["bin"],
+        min_tokens=LEAST_TOKENS,
+        bootstrap=0,
+        verify=ROUNDS,
+    )
+    asked = Calibration(
+        loaded=loaded,
+        policy=policy_of(settings["policy"], settings["largest"], bed),
+        prompts=task.stream(0, count, 1000),
+        sampling=Sampling(n=MEASURED_N, max_tokens=task.chain_len + 16),
+        engine=EngineConfig(rows=count * MEASURED_N, compile=False),
+        config=config,
+    )
+    schedules: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory(prefix="evidence-") as scratch:
+        for target in settings["targets"]:
+            asked = replace(asked, config=replace(config, target=target))
+            found = run_calibration(asked, scratch, resume=True)  # the runs of the grid are made once
+            steps = Schedule(*(tuple(found["schedule"][key]) for key in ("starts", "budgets"))).text
+            engine = engine_of(loaded, policy_of(settings["policy"], steps, bed), bed)
+            schedules[f"{target:g}"] = {
+                "budgets": steps,
+                "tails": tails_of(found["verified"], config, "p05"),  # with the schedule itself
+                "kv_read": rounded(found["verified"]["kv_read_frac"]),
+                "sparse": accuracy(engine, task, bed["problems"]),
+                "notes": found["notes"],
+            }
+    part = part_of(models / cell.name)
+    part.mkdir(parents=True)
+    (part / "config.json").write_text(json.dumps({target: each["budgets"] for target, each in schedules.items()}))
+    place(part, models / cell.name)
+    return {
+        "start": began_with(start_of(bed, models)),
+        "bins": found["bins"],
+        "curve": {
+            run["budget"]: {name: tails_of(run, config, name) for name in ("p05", "p01", "mean")}
+            | {"kv_read": rounded(run["kv_read_frac"]), "rejected": rounded(run["rejected_frac"])}
+            for run in found["runs"]
+        },
+        "schedules": schedules,
+    }
+
+
+def tails_of(run: dict[str, Any], config: CalibrationConfig, tail: Any) -> list[float | None]:
+    """By bin of context length."""
+    return [rounded(value) for value in tail_row(run, replace(config, tail=tail))]
 
 
 def mismatch(loaded: LoadedModel, rollouts: list[Rollout], max_tokens: int, temperature: float = 1.0) -> dict[str, Any]:
@@ -247,7 +327,16 @@ def task_of(bed: dict[str, Any]) -> Chain:
     return Chain(letters=bed["letters"], steps=bed["steps"], filler=bed["filler"])
 
 
-def policy_of(name: str, budget: int, bed: dict[str, Any]) -> KVPolicy:
+def budget_of(settings: dict[str, Any], models: Path) -> int | str:
+    """A number, or the steps that the named calibration has found for the target."""
+    budget = settings["budget"]
+    if isinstance(budget, int):
+        return budget
+    steps: dict[str, str] = json.loads((models / budget / "config.json").read_text())
+    return steps[f"{settings['target']:g}"]
+
+
+def policy_of(name: str, budget: int | str, bed: dict[str, Any]) -> KVPolicy:
     return Full() if name == "full" else build_policy(name, budget=budget, interval=bed["interval"])
 
 

@@ -30,7 +30,7 @@ from sparse_rl.report.evidence_claims import FAILS, HOLDS, UNTESTED, tail_beats_
 from sparse_rl.report.evidence_page import page
 
 ROOT = Path(__file__).parents[2]
-DRAWN = ("arms-short", "curves-short", "matrix-short", "budget-short", "length-short", "predictors")
+DRAWN = ("arms-short", "curves-short", "matrix-short", "budget-short", "tails-short", "length-short", "predictors")
 RESULTS, DOCUMENT = "benchmarks/evidence/results", "docs/evidence.md"
 
 
@@ -93,6 +93,41 @@ def test_extreme_budgets():
     assert state(made_up.whole(extreme=0.92), "Extreme") == UNTESTED
     mild = [r for r in made_up.whole() if r["settings"].get("budget") != made_up.SWEEP[0]]
     assert state(mild, "Extreme") == UNTESTED  # 30 of 180 tokens is no extreme
+
+
+@pytest.mark.parametrize(
+    ("ends", "expected"),
+    [
+        ((0.4, 0.6, 0.9, 0.93), HOLDS),  # it starts at 0.8
+        ((0.4, 0.9, 0.9, 0.93), HOLDS),  # between the two anything goes
+        ((0.4, 0.6, 0.7, 0.93), FAILS),  # at the threshold it collapses
+        ((0.4, 0.6, 0.9, 0.7), FAILS),
+        ((0.85, 0.9, 0.9, 0.93), FAILS),  # it collapses nowhere
+        ((0.85, 0.6, 0.9, 0.93), UNTESTED),
+    ],
+)
+def test_the_tail_decides(ends, expected):
+    targets = (0.1, 0.5, 0.86, 0.98)
+    given = dict(zip(targets, ends, strict=True))
+    assert state(made_up.whole() + made_up.held("short", given), "stable") == expected
+    found = next(
+        v for v in verdicts(Evidence(tuple(made_up.whole() + made_up.held("short", given)))) if "P05" in v.rule
+    )
+    assert f"{ends[2]:.3f} ± 0.006 at 0.86, held 0.86" in found.findings["short"].numbers
+
+
+def test_the_tail_decides_nothing_where_it_is_not_held_or_a_run_is_missing():
+    ends = {0.1: 0.4, 0.5: 0.6, 0.86: 0.9, 0.98: 0.93}
+    assert state(made_up.whole() + made_up.held("short", ends, short=0.02), "stable") == HOLDS
+    assert state(made_up.whole() + made_up.held("short", ends, short=0.04), "stable") == UNTESTED
+    for left_out in (0, 1):  # the calibration, a run
+        records = made_up.held("short", ends)
+        del records[left_out]
+        assert state(made_up.whole() + records, "stable") == UNTESTED
+    one = made_up.held("short", ends)
+    one[-1]["results"]["dense"] = [0.5, 0.01]  # of three at 0.98
+    assert state(made_up.whole() + one, "stable") == UNTESTED
+    assert state(made_up.whole("long"), "stable") == UNTESTED  # not planned
 
 
 @pytest.mark.parametrize(
@@ -249,12 +284,20 @@ def test_a_testbed_begins_with_one_model(tmp_path):
 
 def test_the_page_and_its_plots(tmp_path):
     records = made_up.whole(naive=0.4) + [made_up.before("short", "rkv", budget) for budget in made_up.BUDGETS]
+    records += made_up.held("short", {0.86: 0.9, 0.1: 0.4}) + made_up.seeds("short", "tis", 40, 0.85, saved=0.7)
+    records += made_up.seeds("short", "auto_distill", 0, 0.9, target=0.86)
+    for run in records[-3:]:
+        run["results"]["bins"] = {"distill/overlap_p05": [0.1, 0.5, None], "distill/overlap_p05_without": [0.3, 0.25]}
     results = made_up.write(tmp_path / "results", [r for r in records if r["settings"].get("arm") != "reject_only"])
     command = ["report", "--evidence", str(results), "--output", str(tmp_path / "evidence.md")]
     main(command)
     one = (tmp_path / "evidence.md").read_text()
     assert "| 40 | reject_only | missing |" in one  # never invented
     assert "| 40 | naive | 0.400 ± 0.006 |" in one
+    assert "| tis | – | 40 | – | 0.10 ± 0.00 | 0.10 ± 0.00 | 30 ± 0 % | 0.850 ± 0.006 | 0.750 ± 0.006 |" in one
+    assert "| schedule | 0.1 | 30@0+40@60 | 0.10 | 0.10 ± 0.00 | 0.10 ± 0.00 | 50 ± 0 % | 0.400 ± 0.006 |" in one
+    assert "tokens: 0.500 ± 0.000 with the adapter, 0.250 ± 0.000 without." in one
+    assert "| 40 | 40 % | 20.0 % | 0.900 | 0.300 | 0.050 | 0.990 |" in one
     for name in DRAWN:
         assert f"](evidence/{name}.png)" in one
         assert (tmp_path / "evidence" / f"{name}.png").read_bytes().startswith(b"\x89PNG")

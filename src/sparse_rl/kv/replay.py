@@ -3,14 +3,15 @@
 
 Prompts attend as in a prefill. From one cut of a sequence's cache to the next, its tokens see what the cut kept and
 what came since, of that, under a policy that chooses, the pages that their own queries choose. Slots are laid out as
-the sampler had them, so pages are the same pages. Plain torch, a block of queries at a time; the backward pass computes
-each block again, so that nothing of the size tokens x entries is kept.
+the sampler had them, so pages are the same pages. Plain torch, a block of queries at a time, and the same block of all
+sequences that were cut at the same tokens, as samples of one prompt are; the backward pass computes each block again,
+so that nothing of the size tokens x entries is kept.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
@@ -21,17 +22,36 @@ from sparse_rl.kernels.prefill import packed_attention
 from sparse_rl.kv.select import SelectPolicy
 from sparse_rl.types import Rollout
 
-BLOCK = 1 << 25  # query heads x queries x entries at once
+BLOCK = 1 << 25  # sequences x query heads x queries x entries at once
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class Span:
     """Some queries of a sequence between two cuts."""
 
     fresh: int  # position of the first token that came since the cut
     start: int  # positions of the queries
     stop: int
-    kept_LKS: torch.Tensor | None  # positions that the cut kept; all before `fresh` if there was none
+    kept: int | None  # entries that the cut kept; all before `fresh` if there was none
+
+    @property
+    def slots(self) -> int:
+        """Entries at hand for the last query."""
+        return self.stop if self.kept is None else self.kept + self.stop - self.fresh
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """The span of R sequences."""
+
+    span: Span
+    offsets_R: torch.Tensor  # where the sequences begin
+    kept_RLKS: torch.Tensor | None  # positions that the cut kept
+
+    @property
+    def places(self) -> torch.Tensor:
+        """Of its queries in the row, R n."""
+        return self.offsets_R[:, None] + torch.arange(self.span.start, self.span.stop)
 
 
 class ReplayedRows:
@@ -43,6 +63,10 @@ class ReplayedRows:
         self.boundaries, self.rollouts = boundaries, rollouts
         self.selection, self.page_size = selection, page_size
         self.evicts = any(rollout.kept_positions for rollout in rollouts)
+        self.firsts = [len(rollout.prompt.ids) for rollout in rollouts]
+        begins = zip(boundaries, self.firsts, strict=False)
+        self.prompts_T = torch.cat([torch.arange(a, a + first) for a, first in begins])
+        self.blocks: list[Block] = []  # the same for all layers
 
     def attend(
         self,
@@ -57,96 +81,119 @@ class ReplayedRows:
         selects = self.selection is not None and self.selection.selects(layer_idx, window)
         if not selects and not self.evicts:
             return packed_attention(q_BHTD, k_BKTD, v_BKTD, self.boundaries, scale=scale, window=window)
-        outputs = []
-        for (a, b), rollout in zip(pairwise(self.boundaries), self.rollouts, strict=True):
-            q_HTD, k_KTD, v_KTD = (x[0, :, a:b] for x in (q_BHTD, k_BKTD, v_BKTD))
-            first = len(rollout.prompt.ids)
-            q, k, v = (x[None, :, :first] for x in (q_HTD, k_KTD, v_KTD))
-            outputs.append(packed_attention(q, k, v, [0, first], scale=scale, window=window)[0])
-            for block in _blocks(rollout, b - a, len(q_HTD)):
-                kept_KS = None if block.kept_LKS is None else block.kept_LKS[layer_idx].to(q_HTD.device, torch.long)
-                outputs.append(
-                    checkpoint(
-                        self._attend,
-                        *(q_HTD[:, block.start : block.stop], k_KTD[:, : block.stop], v_KTD[:, : block.stop]),
-                        *(block, kept_KS, scale, window, self.selection if selects else None),
-                        use_reentrant=False,
-                        preserve_rng_state=False,
-                    )
+        self.blocks = self.blocks or self._blocks(q_BHTD.shape[1])
+        device, prompts = q_BHTD.device, self.prompts_T.to(q_BHTD.device)
+        q, k, v = (x.index_select(2, prompts) for x in (q_BHTD, k_BKTD, v_BKTD))
+        ends = [0, *accumulate(self.firsts)]
+        outputs = [packed_attention(q, k, v, ends, scale=scale, window=window)[0]]
+        for block in self.blocks:
+            kept = None if block.kept_RLKS is None else block.kept_RLKS[:, layer_idx].to(device, torch.long)
+            outputs.append(
+                checkpoint(
+                    self._attend,
+                    *(q_BHTD[0], k_BKTD[0], v_BKTD[0], block, kept, scale, window),
+                    self.selection if selects else None,
+                    use_reentrant=False,
+                    preserve_rng_state=False,
                 )
-        return torch.cat(outputs, dim=1)[None]
+            )
+        order = torch.cat([self.prompts_T, *(block.places.flatten() for block in self.blocks)]).argsort()
+        return torch.cat(outputs, dim=1).index_select(1, order.to(device))[None]
 
     def _attend(
         self,
-        q_HnD: torch.Tensor,
+        q_HTD: torch.Tensor,
         k_KTD: torch.Tensor,
         v_KTD: torch.Tensor,
         block: Block,
-        kept_KS: torch.Tensor | None,
+        kept_RKS: torch.Tensor | None,
         scale: float,
         window: int | None,
         selection: SelectPolicy | None,
     ) -> torch.Tensor:
-        """The output of a block's queries, H n D."""
-        num_heads, num_queries, _ = q_HnD.shape
-        num_kv_heads, num_tokens, dim = k_KTD.shape
-        positions_KS = torch.arange(num_tokens, device=k_KTD.device).expand(num_kv_heads, -1)
-        if kept_KS is not None:  # slots as the cut left them, then what came since
-            positions_KS = torch.cat([kept_KS, positions_KS[:, block.fresh :]], dim=1)
-            k_KTD, v_KTD = (x.gather(1, positions_KS[..., None].expand(-1, -1, dim)) for x in (k_KTD, v_KTD))
-        num_slots = positions_KS.shape[1]
-        queries_n = torch.arange(block.start, block.stop, device=k_KTD.device)
-        lengths_n = queries_n + 1 - (num_tokens - num_slots)  # entries a query has at hand, its own included
-        visible_nKS = (torch.arange(num_slots, device=k_KTD.device) < lengths_n[:, None])[:, None]
+        """The output of a block's queries, H (R n) D."""
+        span, device, dim = block.span, q_HTD.device, q_HTD.shape[-1]
+        num_kv_heads, num_rows = len(k_KTD), len(block.offsets_R)
+        q_RHnD = q_HTD.index_select(1, block.places.flatten().to(device)).unflatten(1, (num_rows, -1)).transpose(0, 1)
+        positions_RKS = torch.arange(span.stop, device=device).expand(num_rows, num_kv_heads, -1)
+        if kept_RKS is not None:  # slots as the cut left them, then what came since
+            positions_RKS = torch.cat([kept_RKS, positions_RKS[..., span.fresh :]], dim=-1)
+        places_KN = (positions_RKS + block.offsets_R.to(device)[:, None, None]).transpose(0, 1).flatten(1)
+        k_RKSD, v_RKSD = (
+            x.gather(1, places_KN[..., None].expand(-1, -1, dim)).unflatten(1, (num_rows, -1)).transpose(0, 1)
+            for x in (k_KTD, v_KTD)
+        )
+        queries_n = torch.arange(span.start, span.stop, device=device)
+        lengths_n = queries_n + 1 - (span.stop - span.slots)  # entries a query has at hand, its own included
+        visible = (torch.arange(span.slots, device=device) < lengths_n[:, None])[None, None]  # R K n S, or 1 for R, K
         if window is not None:
-            visible_nKS = visible_nKS & (positions_KS > (queries_n - window)[:, None, None])
+            visible = visible & (positions_RKS[:, :, None] > (queries_n - window)[:, None])
         if selection is not None:
-            chosen_nKN = self._chosen(q_HnD, k_KTD, lengths_n, queries_n + 1, selection)
-            visible_nKS = visible_nKS & chosen_nKN.repeat_interleave(self.page_size, dim=-1)[..., :num_slots]
+            chosen_RKnN = self._chosen(q_RHnD, k_RKSD, lengths_n, queries_n + 1, selection)
+            visible = visible & chosen_RKnN.repeat_interleave(self.page_size, dim=-1)[..., : span.slots]
         # The query heads of a group become the query length of their KV head.
-        q_KnD = q_HnD.reshape(num_kv_heads, -1, dim)
-        visible_nKS = visible_nKS.expand(-1, num_kv_heads, -1)
-        mask_KnS = visible_nKS.transpose(0, 1).repeat(1, num_heads // num_kv_heads, 1)
-        out = scaled_dot_product_attention(q_KnD[None], k_KTD[None], v_KTD[None], attn_mask=mask_KnS[None], scale=scale)
-        return out[0].reshape(num_heads, num_queries, dim)
+        group = len(q_HTD) // num_kv_heads
+        q_RKnD, visible = q_RHnD.reshape(num_rows, num_kv_heads, -1, dim), visible.repeat(1, 1, group, 1)
+        out = scaled_dot_product_attention(q_RKnD, k_RKSD, v_RKSD, attn_mask=visible, scale=scale)
+        return out.reshape(num_rows, len(q_HTD), -1, dim).transpose(0, 1).flatten(1, 2)
 
     @torch.no_grad()
     def _chosen(
         self,
-        q_HnD: torch.Tensor,
-        k_KSD: torch.Tensor,
+        q_RHnD: torch.Tensor,
+        k_RKSD: torch.Tensor,
         lengths_n: torch.Tensor,
         contexts_n: torch.Tensor,
         policy: SelectPolicy,
     ) -> torch.Tensor:
-        """The pages that each query reads, n K N bool.
+        """The pages that each query reads, R K n N bool.
 
         A page that is not full yet is a query's last one and read whatever its landmarks are.
         """
-        size = self.page_size
-        exact = torch.float64 if k_KSD.dtype == torch.float64 else torch.float32
-        k_KNSD = pad(k_KSD, (0, 0, 0, -k_KSD.shape[1] % size)).unflatten(1, (-1, size)).to(exact)
-        made = [k_KNSD.sum(2) / size] if policy.landmarks == 1 else [k_KNSD.amin(2), k_KNSD.amax(2)]
-        landmarks_KNCD = torch.stack(made, dim=2).to(k_KSD.dtype).to(exact)
-        parts_nKCD = query_parts_ref(q_HnD.transpose(0, 1), len(k_KSD), policy.landmarks, exact)
-        scores_nKN = torch.einsum("bkcd,kncd->bkn", parts_nKCD, landmarks_KNCD)
+        size, (num_rows, num_kv_heads, num_slots, _) = self.page_size, k_RKSD.shape
+        exact = torch.float64 if k_RKSD.dtype == torch.float64 else torch.float32
+        k_RKNSD = pad(k_RKSD, (0, 0, 0, -num_slots % size)).unflatten(2, (-1, size)).to(exact)
+        made = [k_RKNSD.sum(3) / size] if policy.landmarks == 1 else [k_RKNSD.amin(3), k_RKNSD.amax(3)]
+        landmarks_RKNCD = torch.stack(made, dim=3).to(k_RKSD.dtype).to(exact)
+        q_BHD = q_RHnD.transpose(1, 2).flatten(0, 1)
+        parts_RnKCD = query_parts_ref(q_BHD, num_kv_heads, policy.landmarks, exact).unflatten(0, (num_rows, -1))
+        scores_BKN = torch.einsum("rqkcd,rkncd->rqkn", parts_RnKCD, landmarks_RKNCD).flatten(0, 1)
         counts_n, _ = policy.pages_read(lengths_n, contexts_n, size)
-        return chosen_pages_ref(scores_nKN, lengths_n, counts_n, page_size=size, first=policy.first, last=policy.last)
+        lengths_B, counts_B = lengths_n.repeat(num_rows), counts_n.repeat(num_rows)
+        ends = {"page_size": size, "first": policy.first, "last": policy.last}
+        chosen_BKN = chosen_pages_ref(scores_BKN, lengths_B, counts_B, **ends)
+        return chosen_BKN.unflatten(0, (num_rows, -1)).transpose(1, 2)
+
+    def _blocks(self, num_heads: int) -> list[Block]:
+        """The decode steps of all rollouts, those with the same span together as far as a block goes."""
+        found: dict[Span, list[tuple[int, torch.Tensor | None]]] = {}
+        for (a, b), rollout in zip(pairwise(self.boundaries), self.rollouts, strict=True):
+            for span, kept in _spans(rollout, b - a, num_heads):
+                found.setdefault(span, []).append((a, kept))
+        blocks = []
+        for span, rows in found.items():
+            most = max(1, BLOCK // (num_heads * (span.stop - span.start) * span.slots))
+            for i in range(0, len(rows), most):
+                some = rows[i : i + most]
+                positions = [kept for _, kept in some if kept is not None]
+                stacked = torch.stack(positions) if positions else None
+                blocks.append(Block(span, torch.tensor([a for a, _ in some]), stacked))
+        return blocks
 
 
-def _blocks(rollout: Rollout, num_tokens: int, num_heads: int) -> list[Block]:
-    """A rollout's decode steps in order, cut where its cache was cut and where a block is large enough."""
+def _spans(rollout: Rollout, num_tokens: int, num_heads: int) -> list[tuple[Span, torch.Tensor | None]]:
+    """A rollout's decode steps in order, cut where its cache was cut and where a span is large enough."""
     first = len(rollout.prompt.ids)
     cuts: list[tuple[int, torch.Tensor | None]] = [(first, None)]
     if rollout.kept_positions:
         assert rollout.kept_at is not None
         cuts += zip(rollout.kept_at, rollout.kept_positions, strict=True)
-    blocks = []
+    spans = []
     for (fresh, kept), (end, _) in pairwise([*cuts, (num_tokens, None)]):
         start = fresh
         while start < end:
             entries = start if kept is None else kept.shape[-1] + start - fresh
             stop = min(end, start + max(1, BLOCK // (num_heads * (entries + 256))), start + 4096)
-            blocks.append(Block(fresh, start, stop, kept))
+            spans.append((Span(fresh, start, stop, None if kept is None else kept.shape[-1]), kept))
             start = stop
-    return blocks
+    return spans

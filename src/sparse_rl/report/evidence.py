@@ -33,6 +33,7 @@ SEEDS = 3
 CLEAR = 2.8  # standard errors of a difference: Student's t of two times three seeds, 95 %
 LEAST = 0.01  # a difference of accuracy that counts
 DROP, SURE = 0.02, 2.0  # accuracy, and standard errors over problems, that a run must lose to have collapsed
+THRESHOLD = 0.86  # of P05, from which on Sparrow finds training stable
 LEARNS = 0.10  # accuracy that the dense arm must gain
 DRAWS = 1000  # of the bootstrap
 
@@ -79,22 +80,29 @@ class Evidence:
         policy: str | None = None,
         eps: float | None = None,
         updates: int = 1,
+        target: float | None = None,
     ) -> list[Record]:
-        """The seeds of one setting."""
-        wanted = {
-            "arm": arm,
-            "budget": 0 if arm == "dense" else budget,
-            "policy": policy or ("full" if arm == "dense" else "rkv"),
-            "eps": eps,
-            "updates_per_rollout": updates,
-        }
-        return [r for r in self.trained(testbed) if all(r["settings"][key] == value for key, value in wanted.items())]
+        """The seeds of one setting; with a target, of what holds it, whatever the budget."""
+        wanted = {"arm": arm, "target": target}
+        if target is None:
+            wanted |= {
+                "budget": 0 if arm == "dense" else budget,
+                "policy": policy or ("full" if arm == "dense" else "rkv"),
+                "eps": eps,
+                "updates_per_rollout": updates,
+            }
+        runs = self.trained(testbed)
+        return [r for r in runs if all(r["settings"].get(key) == value for key, value in wanted.items())]
 
     def before(self, testbed: str, policy: str, budget: int) -> list[Record]:
         """Measurements of the model before training."""
         found = [r for r in self.records if "first_veto" in r["results"] and "policy" in r["settings"]]
         wanted = (testbed, policy, budget)
         return [r for r in found if (_bed(r), r["settings"]["policy"], r["settings"]["budget"]) == wanted]
+
+    def calibration(self, testbed: str) -> Record | None:
+        """Part g: the tail by budget, and the schedules that hold one."""
+        return next((r for r in self.part("g") if _bed(r) == testbed and "schedules" in r["results"]), None)
 
     def start(self, testbed: str) -> Estimate:
         """Accuracy before training, dense cache; its error is over problems."""
@@ -176,6 +184,22 @@ def ratio(first: Estimate, second: Estimate) -> Estimate:
     mean = first.mean / second.mean
     relative = math.hypot(first.se / first.mean, second.se / second.mean) if first.mean else 0.0
     return Estimate(mean, mean * relative, min(first.count, second.count))
+
+
+def held(evidence: Evidence, testbed: str) -> list[tuple[str, int, float | None]]:
+    """Part g's runs as arm, budget, target: constant budgets (part a's too), schedules, and what finds its own."""
+    runs = evidence.trained(testbed)
+    constant = {r["settings"]["budget"] for r in runs if r["settings"]["arm"] == "tis"}
+    found: list[tuple[str, int, float | None]] = [("tis", budget, None) for budget in sorted(constant)]
+    for arm in ("schedule", "auto", "auto_distill"):
+        found += [(arm, 0, t) for t in sorted({r["settings"]["target"] for r in runs if r["settings"]["arm"] == arm})]
+    return found
+
+
+def kv_read(evidence: Evidence, testbed: str, arm: str, budget: int, target: float | None) -> Estimate:
+    """Of a dense cache's entries, the share read: R-KV reads all that it holds."""
+    saved = evidence.curve(testbed, arm, budget, "kv_saved", slice(None), target=target)
+    return Estimate(1 - saved.mean, saved.se, saved.count)
 
 
 @dataclass(frozen=True, slots=True)

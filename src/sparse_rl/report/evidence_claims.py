@@ -20,6 +20,7 @@ from sparse_rl.report.evidence import (
     SEEDS,
     STATISTICS,
     SURE,
+    THRESHOLD,
     Case,
     Evidence,
     auc,
@@ -37,6 +38,7 @@ TAIL_MARGIN = 0.05  # of AUC
 PERFECT = 0.95  # of AUC: two above it cannot be told apart
 FEW = 4  # settings of either outcome that a predictor needs
 RUNS = 2  # of the seeds at a budget, that make a collapse
+SHORT = 0.03  # of P05, that a schedule may fall short of its target by
 TAILS = ("overlap_p05", "overlap_p01", "overlap_min")
 
 
@@ -64,7 +66,7 @@ class Verdict:
 
 
 def verdicts(evidence: Evidence) -> list[Verdict]:
-    """All six, in the order of the page."""
+    """All of them, in the order of the page."""
     found = []
     for claim, rule, judge in CLAIMS:
         findings = {bed: _judge(evidence, bed, judge) for bed in evidence.testbeds}
@@ -157,6 +159,29 @@ def extremes_fail(evidence: Evidence, testbed: str) -> Finding:
     kept = ratio(end, dense)
     state = {"below": HOLDS, "above": FAILS}.get(_against(kept), UNTESTED)
     return _decided(state, f"at budget {least} of {length:.0f} tokens sparse_rl ends at {share(kept)} of dense")
+
+
+def tail_decides(evidence: Evidence, testbed: str) -> Finding:
+    calibrated = evidence.calibration(testbed)
+    if calibrated is None:
+        return Finding(UNTESTED, "missing: the calibration" if evidence.bed(testbed).get("whole") else "not planned")
+    start, counts, shown = evidence.start(testbed), [], []
+    targets = sorted(calibrated["settings"]["targets"])
+    for target in targets:
+        runs = evidence.runs(testbed, "schedule", 0, target=target)
+        if len(runs) < SEEDS:
+            return _missing(f"the schedule of {target:g}", len(runs))
+        held = min(tail for tail in calibrated["results"]["schedules"][f"{target:g}"]["tails"] if tail is not None)
+        if target >= THRESHOLD and held < target - SHORT:
+            return Finding(UNTESTED, f"the schedule of {target:g} holds only {held:.3f}")
+        counts.append(sum(collapsed(run, start) for run in runs))
+        end = evidence.end(testbed, "schedule", 0, target=target)
+        shown.append(f"{number(end)} at {target:g}, held {held:.2f} ({counts[-1]} of {len(runs)} collapse)")
+    stable = [count for target, count in zip(targets, counts, strict=True) if target >= THRESHOLD]
+    state = HOLDS if not any(stable) and counts[0] >= RUNS else UNTESTED
+    if max(stable) >= RUNS or not any(counts):
+        state = FAILS
+    return _decided(state, f"by P05 it ends at {', '.join(shown)}; it starts at {number(start)}")
 
 
 def tail_beats_mean(evidence: Evidence) -> Finding:
@@ -266,6 +291,14 @@ CLAIMS: tuple[tuple[str, str, Callable[[Evidence, str], Finding]], ...] = (
         f"The smallest budget, at most {EXTREME} of the mean length: holds if sparse_rl is there surely below 97 % of "
         "dense; does not hold if it is surely above.",
         extremes_fail,
+    ),
+    (
+        f"Training is stable from a P05 of the overlap of {THRESHOLD} on, and collapses far below",
+        "Schedules for four targets of P05, weights truncated (tis), a collapse as above: holds if no run collapses at "
+        f"a target from {THRESHOLD} on, and {RUNS} of {SEEDS} do at the lowest; does not hold if {RUNS} of {SEEDS} "
+        f"collapse at one from {THRESHOLD} on, or none anywhere. Before training, schedules from {THRESHOLD} on must "
+        f"come within {SHORT} of their target in every bin of context length.",
+        tail_decides,
     ),
 )
 TAIL_CLAIM = "The tail of the overlap predicts better than its mean"

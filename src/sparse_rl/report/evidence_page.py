@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 
-from sparse_rl.evaluate.statistics import Estimate
+from sparse_rl.evaluate.statistics import Estimate, estimate
 from sparse_rl.report.evidence import (
     ARMS,
     CLEAR,
@@ -20,9 +20,14 @@ from sparse_rl.report.evidence import (
     SEEDS,
     STATISTICS,
     Evidence,
+    Record,
     auc,
     cases,
+    collapsed,
+    held,
     interval,
+    kv_read,
+    over_seeds,
     read_evidence,
     survival,
     threshold,
@@ -43,6 +48,12 @@ error over seeds ({seeds} where nothing else is said); that of an accuracy is at
 is that of samples at temperature 1 (SmolLM2: 0.7) on held-out problems; "dense" and "sparse" accuracy are those of the
 same weights with the dense cache and with the cache of the rollouts. KV saved is 1 - entries held / entries a dense
 cache would hold, over decode steps."""
+
+HELD = """The overlap by budget and context length before training, and what comes of training with truncated weights
+(tis): at constant budgets, on schedules calibrated for four targets of P05, with a budget that follows P05 as training
+measures it (auto, from the lenient one), and with an adapter of the sampler's own beside that (auto_distill; its sparse
+accuracy is with the adapter). 41@0+44@60 is 41 entries, and 44 from a context of 60 tokens on; of auto, those of the
+last step. P05 in training is that of the lowest bin, at constant budgets that of all tokens."""
 
 
 def write_evidence(results: Path, output: Path) -> None:
@@ -80,6 +91,12 @@ def page(evidence: Evidence, results: str, output: str, plots: str, drawn: Seque
         parts.append(_matrix(evidence, bed))
     parts += ["## What predicts collapse", *plot("predictors", "change of accuracy against statistics before training")]
     parts.append(_predictors(evidence))
+    for bed in [bed for bed in chains if evidence.bed(bed).get("whole")]:
+        parts += [
+            f"## Holding the tail: {bed}",
+            *plot(f"tails-{bed}", "accuracy against KV read"),
+            _tails(evidence, bed),
+        ]
     parts += ["## Where time and memory go", *plot("time", "seconds of a step by stage"), _times(evidence)]
     for bed in [bed for bed in chains if evidence.bed(bed).get("whole")]:
         parts += [f"## Four updates a rollout: {bed}", _updates(evidence, bed)]
@@ -238,6 +255,68 @@ def _predictors(evidence: Evidence) -> str:
         head = ("before training", "AUC", "95 %", "warns", "right, mean of both kinds")
         tables.append(f"{text}\n\n{table(head, rows)}")
     return "\n\n".join(tables)
+
+
+def _tails(evidence: Evidence, bed: str) -> str:
+    """What holds which tail, at what price, and how its training ends."""
+    calibrated = evidence.calibration(bed)
+    if calibrated is None:
+        return "missing"
+    results, start = calibrated["results"], evidence.start(bed)
+    head = [f"P05, {first} to {last} tokens" for first, last in results["bins"]]
+    rows = []
+    for budget, found in results["curve"].items():
+        tails = [_share(tail, ".3f") for tail in (*found["p05"], _least(found["p01"]), _least(found["mean"]))]
+        rows.append([budget, _share(found["kv_read"], ".0%"), _share(found["rejected"], ".1%"), *tails])
+    curve = table(("budget", "KV read", "xi < 1e-4", *head, "P01, lowest bin", "mean, lowest bin"), rows)
+    rows = []
+    for arm, budget, target in held(evidence, bed):
+        runs = evidence.runs(bed, arm, budget, target=target)
+        after = [_plain(_tail(runs, at), ".2f") for at in (FIRST, LAST)]
+        ends = [number(evidence.end(bed, arm, budget, cache, target=target)) for cache in ("dense", "sparse")]
+        steps = ", ".join(dict.fromkeys(str(r["results"].get("budgets", budget)) for r in runs))
+        given = results["schedules"].get(f"{target:g}") if arm == "schedule" else None
+        before = [] if target is not None else evidence.before(bed, "rkv", budget)
+        accuracy = [given["sparse"]] if given else [[r["results"]["reward"], r["results"]["reward_se"]] for r in before]
+        lost = f"{sum(collapsed(run, start) for run in runs)} of {len(runs)}" if start.count and runs else NONE
+        rows.append([arm, NONE if target is None else f"{target:g}", steps or NONE])
+        rows[-1] += [_share(_least(given["tails"]), ".2f") if given else NONE, *after]
+        rows[-1] += [_plain(kv_read(evidence, bed, arm, budget, target), ".0%"), *ends]
+        rows[-1] += [number(over_seeds(accuracy)), lost, f"{len(runs)} of {SEEDS}"]
+    names = (
+        *("run", "P05 asked for", "budgets, from a context of", "P05 before, lowest bin", "in training, first", "last"),
+        *("KV read", "dense accuracy", "sparse accuracy", "sparse before", "collapsed", "seeds"),
+    )
+    distilled = [r for r in evidence.trained(bed) if r["settings"]["arm"] == "auto_distill"]
+    shared = [_last(distilled, name) for name in ("distill/overlap_p05", "distill/overlap_p05_without")]
+    text = "P05 of some of auto_distill's last rollouts, over all tokens: {} with the adapter, {} without."
+    text = text.format(*(_plain(each, ".3f") for each in shared)) if distilled else ""
+    return "\n\n".join([HELD, curve, table(names, rows), *([text] if text else [])])
+
+
+def _tail(runs: list[Record], at: slice) -> Estimate:
+    """P05 in training over seeds, of the lowest bin of context lengths where it was measured."""
+    found = []
+    for run in runs:
+        lowest = run["results"].get("bins", {}).get("tail/overlap_lowest")
+        values = [value for value in (lowest or run["results"]["curves"]["overlap_p05"])[at] if value is not None]
+        found.append(math.fsum(values) / len(values) if values else None)
+    return estimate(found)
+
+
+def _last(runs: list[Record], name: str) -> Estimate:
+    """Over seeds, what was measured last of something that is measured now and then."""
+    return estimate(
+        next((v for v in reversed(r["results"]["bins"].get(name, [])) if v is not None), None) for r in runs
+    )
+
+
+def _least(values: Sequence[float | None]) -> float | None:
+    return min((value for value in values if value is not None), default=None)
+
+
+def _share(value: float | None, form: str) -> str:
+    return NONE if value is None else format(value, form).replace("%", " %")
 
 
 def _times(evidence: Evidence) -> str:

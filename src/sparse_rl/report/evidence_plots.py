@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparse_rl.evaluate.statistics import Estimate, estimate
-from sparse_rl.report.evidence import ARMS, DROP, STATISTICS, Evidence, cases, survival
+from sparse_rl.report.evidence import ARMS, DROP, STATISTICS, Evidence, cases, held, kv_read, survival
 from sparse_rl.report.plots import COLOURS, INK, STYLE, looks
 
 if TYPE_CHECKING:
@@ -40,6 +40,7 @@ def draw(evidence: Evidence, folder: Path) -> list[str]:
         plots[f"matrix-{bed}"] = lambda figure, bed=bed: _matrix(figure, evidence, bed)  # type: ignore[misc]
         if evidence.bed(bed).get("whole"):
             plots[f"budget-{bed}"] = lambda figure, bed=bed: _budgets(figure, evidence, bed)  # type: ignore[misc]
+            plots[f"tails-{bed}"] = lambda figure, bed=bed: _tails(figure, evidence, bed)  # type: ignore[misc]
         if "sweep" in evidence.bed(bed):
             plots[f"length-{bed}"] = lambda figure, bed=bed: _lengths(figure, evidence, bed)  # type: ignore[misc]
     plots["predictors"] = lambda figure: _predictors(figure, evidence)
@@ -177,6 +178,37 @@ def _matrix(figure: Figure, evidence: Evidence, bed: str) -> bool:
         panel.set_title(f"Accuracy by cache, trained at {budget} (± 1 s.e.)")
         panel.margins(y=0.1)
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower left", ncols=4)
+    return shown
+
+
+def _tails(figure: Figure, evidence: Evidence, bed: str) -> bool:
+    """Accuracy with both caches against what a step reads; schedules with their targets beside them."""
+    runs, shown = held(evidence, bed), False
+    names = {"tis": "constant budget", "schedule": "schedule", "auto": "auto", "auto_distill": "auto + DistillSparse"}
+    panels = figure.subplots(1, 2, sharey=True)
+    for panel, cache in zip(panels, ("dense", "sparse"), strict=True):
+        for (arm, label), colour, marker in zip(names.items(), COLOURS, "osD^", strict=False):
+            own = [(budget, target) for name, budget, target in runs if name == arm]
+            reads = [kv_read(evidence, bed, arm, *each).mean for each in own]
+            ends = [evidence.end(bed, arm, budget, cache, target=target) for budget, target in own]
+            look = {"color": colour, "marker": marker, "ls": "-" if arm == "tis" else "", "label": label}
+            there = _points(panel, reads, ends, markersize=6, **look)
+            shown |= there and arm != "tis"
+            for (budget, target), x, end in zip(own, reads, ends, strict=True):
+                text = str(budget) if target is None else f"{target:g}"
+                if end.count and arm in ("tis", "schedule"):
+                    place = {"xytext": (3, -11 if arm == "tis" else 6), "textcoords": "offset points"}
+                    panel.annotate(text, (x, end.mean), color=colour, fontsize=8, **place)
+        lines = {"-": evidence.end(bed, "dense", 0), ":": evidence.start(bed)} if cache == "dense" else {}
+        for dash, found in lines.items():
+            if found.count:
+                label = "dense" if dash == "-" else "before"
+                panel.axhline(found.mean, color=INK, ls=dash, lw=1, label=label)
+        panel.set_title(f"Accuracy after training, {cache} cache (± 1 s.e.)")
+        panel.set_xlabel("KV read, of a dense cache")
+        panel.xaxis.set_major_formatter("{x:.0%}")
+        panel.margins(y=0.15)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower left", ncols=6, fontsize=9)
     return shown
 
 
