@@ -20,7 +20,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from sparse_rl.calibrate.analysis import analyse, described, tail_row
+from sparse_rl.calibrate.analysis import analyse, described, met, tail_row
 from sparse_rl.calibrate.config import CalibrationConfig
 from sparse_rl.calibrate.search import raise_budgets, with_budget
 from sparse_rl.calibrate.tokens import Tokens, probe
@@ -238,6 +238,6 @@ def _verified(schedule: Schedule, runs: _Runs, results: dict[str, Any], calibrat
             )
             break
         schedule = raised
-    results["schedule"] = {**asdict(schedule), "met": results["schedule"]["met"]}
+    results["schedule"] = {**asdict(schedule), "met": met(schedule, results, config)}
     results["tried"] = tried
     return schedule
