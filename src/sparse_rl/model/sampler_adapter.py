@@ -113,7 +113,7 @@ class Merged:
         for name, pair, copy in zip(self.adapter.names, self.adapter.pairs, self.copies, strict=True):
             part: Any = model.get_submodule(name)
             base = getattr(part, "base_layer", part)  # of a layer that peft has wrapped
-            terms = [(pair.a, pair.b, pair.scale)]
+            terms: list[Any] = [(pair.a, pair.b, pair.scale)]
             if base is not part:
                 policy = part.active_adapters[0]
                 terms.append((part.lora_A[policy].weight, part.lora_B[policy].weight, part.scaling[policy]))
