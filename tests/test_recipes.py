@@ -45,4 +45,6 @@ def test_sparrows_recipes_say_what_the_paper_does(size):
     assert (loss.clip_low, loss.clip_high, loss.delta, loss.beta) == (0.2, 0.28, 3.0, 0.0)
     assert loss.aggregation == "token_mean" and parts["correction"].upper == 3.0 and parts["correction"].weight
     assert parts["sampling"].n == 8 and parts["sampling"].max_tokens == 37_000
+    examples = 33_000 if size == "8b" else 53_000
+    assert parts["config"].steps * 96 == pytest.approx(examples, rel=0.01) and parts["config"].prompts_per_step == 96
     assert parts["optimizer"].learning_rate == 1e-6 and parts["distill"].r == 0

@@ -159,6 +159,17 @@ def test_choosing_pages_against_a_dense_cache(tmp_path, capsys):
     assert record["label"] == "tiny, cpu, float32, pages_mean, 48, 2 rows, 100+60, standard, 24 steps"
 
 
+def test_an_adapter_is_timed_beside_the_same_work_without_it(tmp_path, capsys):
+    file = tmp_path / "speed.json"
+    small = ["rollout", "--device", "cpu", "--rows", "4", "--prompt", "8", "--output", "24", "--adapter", "3"]
+    code, out, err = bench(*small, "--result", str(file), capsys=capsys)
+    assert code == 0, err
+    (record,) = json.loads(file.read_text())
+    ours, plain = record["results"], record["results"]["without_adapter"]
+    assert plain["tokens"] == ours["tokens"] == 192 and record["label"].endswith("adapter 3")
+    assert f"adapter   {plain['tokens_per_s'] / ours['tokens_per_s']:.2f}x the time of the same without it (" in out
+
+
 def test_a_rival_that_fails_costs_nothing_but_its_own_figure(tmp_path, monkeypatch, capsys):
     def fail(*given):
         raise RuntimeError("CUDA out of memory\nand so on")

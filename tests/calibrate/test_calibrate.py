@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from test_train_cli import run
 
@@ -14,7 +13,6 @@ from sparse_rl.calibrate import Calibration, CalibrationConfig, CalibrationObser
 from sparse_rl.calibrate.analysis import tail_row
 from sparse_rl.evaluate.plan import parse_cache
 from sparse_rl.kv import RKV
-from sparse_rl.kv.schedule import Schedule
 from sparse_rl.kv.schedule import load as load_schedule
 from sparse_rl.model.load import load
 from sparse_rl.report import calibration_page
@@ -189,42 +187,3 @@ def test_the_cost_model_is_checked_on_this_machine():
     assert found["machine"]["fixed_s"] > 0 and step["error"] == pytest.approx(
         step["predicted_ratio"] / step["ratio"] - 1
     )
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)  # under a minute where the processor is its own
-def test_the_embedded_model_s_schedule_holds_its_target(tmp_path):
-    """The tail by budget is a curve that rises, and the schedule sits where it crosses the target."""
-    config = CalibrationConfig(page=8, lowest=16, highest=96, num_budgets=9, bin=60, min_tokens=600, bootstrap=50)
-    asked = Calibration(
-        loaded=load("embedded"),
-        policy=RKV(interval=8),
-        prompts=Chain().stream(0, 48, 0),
-        sampling=Sampling(n=1, max_tokens=195),
-        engine=EngineConfig(rows=48),
-        config=config,
-    )
-    results = calibrate(asked, tmp_path)
-    budgets = results["budgets"]
-    tails = np.array([tail_row(run, config) for run in results["runs"]])  # budgets x bins
-    print("\n".join(f"{budget:4} {row.round(3)}" for budget, row in zip(budgets, tails, strict=True)))
-    print(results["schedule"], results["tried"])
-    assert len(results["bins"]) >= 3
-    assert (tails[0] < config.target).all() and (tails[-1] > 0.95).all(), "every bin's curve crosses the target"
-    assert min(tail_row(results["floor"], config)) > 0.999, "the dense cache is as dense as it gets"
-    held = tail_row(results["verified"], config)
-    assert min(held) >= config.target - 0.03
-    schedule = Schedule(tuple(results["schedule"]["starts"]), tuple(results["schedule"]["budgets"]))
-    places = [budgets.index(schedule.at(start)) for start, _ in results["bins"]]
-    for place, column in zip(places, tails.T, strict=True):
-        assert column[place] >= config.target - 0.03
-    # The next cheaper budget is below the target: in the bin itself, or, where the bin alone would do with less, in a
-    # later one, which misses what was evicted here. That was measured, before the budget was raised.
-    for i, place in enumerate(places):
-        alone = place == 0 or tails[place - 1, i] < config.target
-        before = [tried for tried in results["tried"][:-1] if _at(tried, results["bins"][i][0]) < budgets[place]]
-        assert alone or (before and min(before[-1]["tails"]) < config.target), (i, place)
-
-
-def _at(tried, context):
-    return Schedule(tuple(tried["starts"]), tuple(tried["budgets"])).at(context)

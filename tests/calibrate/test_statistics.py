@@ -8,8 +8,11 @@ import math
 import numpy as np
 import pytest
 
-from sparse_rl.calibrate.statistics import describe, intervals, quantile, resampled, veto
+from sparse_rl.calibrate import CalibrationConfig
+from sparse_rl.calibrate.analysis import analyse, met
+from sparse_rl.calibrate.statistics import describe, intervals, quantiles, resampled, veto
 from sparse_rl.calibrate.tokens import Tokens
+from sparse_rl.kv.schedule import Schedule
 
 
 def tokens(lengths, overlap=None, log_xi=None, entropy=None, prompt=10):
@@ -33,8 +36,11 @@ def tokens(lengths, overlap=None, log_xi=None, entropy=None, prompt=10):
 
 def test_quantiles_are_values_that_occurred():
     values = np.random.default_rng().permutation(np.arange(1, 101) / 100)
-    assert [quantile(values, at) for at in (0.01, 0.05, 1.0)] == [0.01, 0.05, 1.0]
-    assert quantile(np.array([0.3]), 0.05) == 0.3
+    assert quantiles(values, [0.01, 0.05, 1.0]) == [0.01, 0.05, 1.0]
+    assert quantiles(np.array([0.3]), [0.05]) == [0.3]
+    several = np.random.default_rng().random(np.random.default_rng().integers(20, 3000)).astype(np.float32)
+    at = [0.01, 0.05, 0.5]
+    assert quantiles(several, at) == np.quantile(several, at, method="inverted_cdf").tolist()
 
 
 def test_veto_and_hazard_by_hand():
@@ -87,6 +93,17 @@ def test_tokens_beyond_the_dense_runs_contexts_count_in_the_last_bin():
     assert found["bins"][1]["lower"]["all"]["p05"] == pytest.approx(0.1)
 
 
+def test_what_is_met_goes_with_the_budget_and_bins_without_tokens_are_named():
+    config = CalibrationConfig(bin=30, min_tokens=20, overlap="lower", bootstrap=0)
+    runs = {16: tokens([20], np.full(20, 0.5)), 32: tokens([20], np.full(20, 0.9))}  # neither gets to context 30
+    results = analyse(tokens([50]), [16, 32], runs.__getitem__, config)
+    assert results["bins"] == [(0, 30), (30, 60)] and results["schedule"]["budgets"] == (32,)
+    assert results["schedule"]["met"] == met(Schedule((0,), (32,)), results, config) == [True, False]
+    assert met(Schedule((0,), (16,)), results, config) == [False, False]
+    (note,) = results["notes"]
+    assert note.startswith("no budget has enough tokens in the contexts 30-60, which keep the budget before them")
+
+
 def test_intervals_are_those_of_resampled_rollouts():
     draw = np.random.default_rng()
     lengths = draw.integers(20, 60, 40)
@@ -98,8 +115,8 @@ def test_intervals_are_those_of_resampled_rollouts():
     for drawn in counts.astype(int):
         again = np.repeat(values, drawn[rollouts])
         plain["mean"].append(again.mean())
-        plain["p05"].append(quantile(again, 0.05))
-        plain["p01"].append(quantile(again, 0.01))
+        for name, value in zip(("p05", "p01"), quantiles(again, [0.05, 0.01]), strict=True):
+            plain[name].append(value)
     found = intervals(values, rollouts, counts)
     for name, each in plain.items():
         assert found[f"{name}_interval"] == pytest.approx(np.quantile(each, [0.025, 0.975]).tolist(), abs=2e-3)

@@ -8,7 +8,22 @@ from dataclasses import replace
 import pytest
 import torch
 
-from sparse_rl.kv import RKV, Full, PagesMean, Quest, SelectPolicy, SnapKV, Streaming, replay
+from sparse_rl.kv import (
+    GKV,
+    H2O,
+    RKV,
+    TOVA,
+    Full,
+    KeyDiff,
+    Knorm,
+    PagesMean,
+    Quest,
+    Random,
+    SelectPolicy,
+    SnapKV,
+    Streaming,
+    replay,
+)
 from sparse_rl.kv.replay import ReplayedRows
 from sparse_rl.kv.schedule import Schedule
 from sparse_rl.model.sampler_adapter import SamplerAdapter
@@ -27,6 +42,12 @@ POLICIES = [
     PagesMean(budget=48, dense_layers=1),
     Quest(budget=48, first=0, last=1, dense_layers=0),
     RKV(budget=70, interval=9, select="quest", select_budget=48),
+    H2O(budget=24, interval=9, index="shared"),
+    TOVA(budget=20, interval=6, sinks=2, protect_prompt=True),
+    KeyDiff(budget="20@0+32@90", interval=5),
+    Knorm(budget=24, interval=9, recent=4),
+    Random(budget=20, interval=1),
+    GKV(budget="24@0+40@95", interval=8, window=8, index="shared"),
 ]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -17,22 +18,24 @@ from sparse_rl.evaluate import EvalConfig
 from sparse_rl.kv import RKV, Full, PagesMean
 from sparse_rl.model.load import load
 from sparse_rl.model.lora import LoraConfig
-from sparse_rl.model.sampler_adapter import SamplerAdapter
+from sparse_rl.model.sampler_adapter import Merged, SamplerAdapter
 from sparse_rl.rollout import Sampling
 from sparse_rl.rollout.fusion import find_groups, fused
-from sparse_rl.train import OptimizerConfig
-from sparse_rl.train.distill import DistillConfig
+from sparse_rl.train import OptimizerConfig, UpdateConfig
+from sparse_rl.train.control import ControlConfig, measure
+from sparse_rl.train.distill import DistillConfig, Distiller
 from sparse_rl.train.export import export
 
 DISTILL = DistillConfig(r=4, lr=1e-2, kl="topk", kl_weight=1.0, every=1)
+MERGED = replace(DISTILL, merged=True)
 PARTS = {"eval": EvalConfig(prompts=0), "optimizer": OptimizerConfig(learning_rate=1e-3)}
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """A run with an adapter that was never stopped, and the rollouts of its steps."""
+    """A run with a merged adapter that was never stopped, and the rollouts of its steps."""
     folder = tmp_path_factory.mktemp("distill") / "run"
-    trainer = small_trainer(folder, parts=PARTS | {"distill": DISTILL}, steps=3, save_total_limit=None)
+    trainer = small_trainer(folder, parts=PARTS | {"distill": MERGED}, steps=3, save_total_limit=None)
     sampled, roll_out = [], trainer._roll_out
     trainer._roll_out = lambda: sampled.append(roll_out()) or sampled[-1]
     trainer.train()
@@ -69,15 +72,112 @@ def test_the_policy_learns_as_if_there_were_no_adapter(whole, tmp_path):
 def test_a_resumed_run_is_the_run_that_was_never_stopped(whole, tmp_path):
     folder, _, _ = whole
     shutil.copytree(folder, tmp_path / "run", ignore=shutil.ignore_patterns("checkpoint-1", "checkpoint-3"))
-    parts = PARTS | {"distill": DISTILL}
+    parts = PARTS | {"distill": MERGED}
     small_trainer(tmp_path / "run", parts=parts, steps=3, resume_from_checkpoint=True).train()
     assert without_times(tmp_path / "run" / "metrics.jsonl") == without_times(folder / "metrics.jsonl")
     for part in (".", "distill"):
         assert same(kept(folder / "checkpoint-3" / part), kept(tmp_path / "run" / "checkpoint-3" / part))
-    other = PARTS | {"distill": DistillConfig(r=3)}
-    trainer = small_trainer(tmp_path / "run", parts=other, steps=4, resume_from_checkpoint=True)
-    with pytest.raises(ValueError, match=r"no sampler's adapter of this shape; give the distill\.r of its run"):
-        trainer.train()
+    for distill, said in (
+        (DistillConfig(r=3), r"rank 4; give --distill\.r 4"),
+        (DistillConfig(), r"--distill\.r 4\), or"),
+    ):
+        given = PARTS | {"distill": distill}
+        trainer = small_trainer(tmp_path / "run", parts=given, steps=4, resume_from_checkpoint=True)
+        with pytest.raises(ValueError, match=said):
+            trainer.train()
+
+
+def test_a_run_may_get_an_adapter_later(tmp_path):
+    small_trainer(tmp_path / "run", parts=PARTS, steps=1).train()
+    parts = PARTS | {"distill": DISTILL}
+    small_trainer(tmp_path / "run", parts=parts, steps=2, resume_from_checkpoint=True).train()
+    last = without_times(tmp_path / "run" / "metrics.jsonl")[-1]
+    assert last["distill/overlap_p05"] == last["distill/overlap_p05_without"], "it began with B = 0"
+    assert (tmp_path / "run" / "checkpoint-2" / "distill" / "adapter_model.safetensors").is_file()
+
+
+def disturb(trainer):
+    """An adapter, and adapters of the policy if there are any, that change what the model says."""
+    masters = zip(*(getattr(trainer.distiller.learner.masters, name) for name in ("names", "masters")), strict=True)
+    ours = [master for name, master in masters if name.endswith(".b")]
+    for weight in ours + [p for name, p in trainer.loaded.model.named_parameters() if "lora_B" in name]:
+        torch.nn.init.normal_(weight, std=0.1, generator=torch.Generator().manual_seed(len(ours)))
+    trainer.distiller.learner.masters.publish()
+
+
+@pytest.mark.parametrize(("dtype", "lora"), [(torch.float64, 0), (torch.float32, 0), (torch.float64, 2)])
+def test_a_merged_copy_samples_what_the_adapter_does(dtype, lora, tmp_path):
+    """It is made anew from the weights of the day, at the same place, and the shared weights do not notice."""
+    if lora:
+        pytest.importorskip("peft")
+    ids, found = torch.randint(0, 20, (2, 9)), {}
+    for merged in (False, True):
+        parts = {"distill": DistillConfig(r=4, merged=merged), "lora": LoraConfig(r=lora) if lora else LoraConfig()}
+        trainer = small_trainer(tmp_path / str(merged), loaded=load("embedded", dtype=dtype), parts=PARTS | parts)
+        disturb(trainer)
+        model, masters = trainer.loaded.model, trainer.learner.masters
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        plain, rollouts = model(ids).logits, trainer._roll_out()
+        assert same(before, model.state_dict()) and torch.equal(model(ids).logits, plain)
+        with trainer.distiller.sampling(masters):
+            logits, places = model(ids).logits, [parameter.data_ptr() for parameter in model.parameters()]
+        with torch.no_grad():
+            for parameter in masters.parameters:
+                parameter.mul_(1.25)
+        with trainer.distiller.sampling(masters):
+            assert places == [parameter.data_ptr() for parameter in model.parameters()]
+            found[merged] = (torch.cat([r.sampler_logprobs for r in rollouts]), logits, model(ids).logits)
+        assert (logits - plain).abs().max() > 0.1 and (logits - found[merged][2]).abs().max() > 0.1
+    exact = 1e-9 if dtype == torch.float64 else 1e-5
+    torch.testing.assert_close(found[True][0], found[False][0], rtol=0, atol=exact)
+    torch.testing.assert_close(found[True][1:], found[False][1:], rtol=10 * exact, atol=10 * exact)
+
+
+def test_a_merged_copy_is_rounded_once(tmp_path):
+    """In bf16 most of what a step of the adapter adds to a weight is less than its last digit."""
+    loaded = load("embedded", dtype=torch.bfloat16)
+    trainer = small_trainer(tmp_path / "run", loaded=loaded, parts=PARTS | {"distill": DistillConfig(r=2, merged=True)})
+    for master in (*trainer.learner.masters.masters, *trainer.distiller.learner.masters.masters):
+        torch.nn.init.normal_(master, std=0.05)
+    name = trainer.distiller.adapter.names[-1]
+    at = trainer.learner.masters.names.index(f"{name}.weight")
+    a, b = trainer.distiller.learner.masters.masters[-2:]
+    with trainer.distiller.sampling(trainer.learner.masters):
+        got = loaded.model.get_submodule(name).weight
+        assert torch.equal(got, (trainer.learner.masters.masters[at] + 16.0 / 2 * b @ a).bfloat16())
+    assert loaded.model.get_submodule(name).weight is trainer.learner.masters.parameters[at]
+
+
+@pytest.mark.parametrize("bad", [False, True])
+def test_the_budget_follows_the_tail_of_the_sampler_with_its_adapter(bad, tmp_path):
+    """With room for every token only the adapter keeps the sampler from the dense model; a bad one needs more."""
+    control = ControlConfig(auto=True, bin=100, patience=1, smallest=32, largest=64, budgets=3, multiple=16)
+    update = UpdateConfig(skip_zero_rows=False)
+    parts = {"kv": RKV(budget=48, interval=4, window=4), "control": control, "distill": DISTILL, "update": update}
+    trainer = small_trainer(tmp_path / "run", parts=PARTS | parts, prompts_per_step=8)
+    if bad:
+        disturb(trainer)
+    rollouts = trainer._roll_out()
+    measured = measure(rollouts, trainer._learn(rollouts, torch.zeros(len(rollouts))), control)
+    trainer.controller.observe(measured)
+    assert measured[0].under > 0.2 if bad else measured[0].under == 0.0
+    assert trainer.controller.policy.schedule.at(0) == (64 if bad else 32)
+
+
+def test_a_measurement_that_runs_out_of_memory_is_done_again_with_half(tmp_path, monkeypatch):
+    plain, tried = Distiller._overlaps, []
+
+    def measured(distiller, batch, max_tokens):
+        tried.append(max_tokens)
+        if len(tried) == 1:
+            raise torch.OutOfMemoryError
+        return plain(distiller, batch, max_tokens)
+
+    monkeypatch.setattr(Distiller, "_overlaps", measured)
+    trainer = small_trainer(tmp_path / "run", parts=PARTS | {"distill": DISTILL})
+    rollouts, none = trainer._roll_out(), torch.zeros(8)
+    metrics = trainer._distill(rollouts, none, trainer._learn(rollouts, none))
+    assert tried == [100, 50] and {"distill/overlap_p05", "distill/loss"} < metrics.keys()
 
 
 def test_an_exported_model_has_no_trace_of_it(whole, tmp_path):
@@ -133,6 +233,16 @@ def test_steps_on_the_same_rollouts_bring_sampler_and_dense_model_together(kl, k
     assert all(parameter.grad is None for parameter in trainer.loaded.model.parameters())
 
 
+def test_the_policy_loss_of_tokens_just_sampled_is_minus_their_advantage(tmp_path):
+    config = DistillConfig(r=2, pg_weight=0.5, kl_weight=0.0, kl="forward")
+    trainer = small_trainer(tmp_path / "run", parts=PARTS | {"distill": config})
+    rollouts, advantages = trainer._roll_out(), torch.randn(8)
+    updated = trainer._learn(rollouts, torch.zeros(8))  # which moves nothing
+    lengths = torch.tensor([float(rollout.completion_mask.sum()) for rollout in rollouts])
+    expected = -0.5 * (lengths * advantages).sum() / lengths.sum()
+    assert trainer._distill(rollouts, advantages, updated)["distill/loss"] == pytest.approx(float(expected), abs=1e-4)
+
+
 def test_adapters_of_the_policy_are_another_matter(tmp_path):
     pytest.importorskip("peft")
     parts = PARTS | {"lora": LoraConfig(r=2, alpha=4.0)}
@@ -156,6 +266,16 @@ def test_projections_laid_together_have_the_adapter_too():
             torch.testing.assert_close(model(ids).logits, expected)
         torch.testing.assert_close(model(ids).logits, expected, rtol=0, atol=0)
     assert (expected - plain).abs().max() > 0.1
+    torch.testing.assert_close(model(ids).logits, plain)
+    merged = Merged(adapter, model)
+    for _ in range(2):  # the second finds its weights laid together
+        with adapter.on(model, merged.renew(model, torch.Tensor.detach)):
+            groups = find_groups(model)
+            assert len(groups) == 2 * model.config.num_hidden_layers
+            with fused(groups):
+                torch.testing.assert_close(model(ids).logits, expected)
+            places = {parameter.data_ptr() for parameter in model.parameters()}
+        assert len(places - {copy.weight.data_ptr() for copy in merged.copies}) == len(places) - len(merged.copies)
     torch.testing.assert_close(model(ids).logits, plain)
     assert not [name for name, _ in model.named_parameters() if "low_rank" in name]
 

@@ -24,6 +24,7 @@ from sparse_rl.model.lora import LoraConfig
 from sparse_rl.objective.loss import LossConfig
 from sparse_rl.tasks import Rewards
 from sparse_rl.train import OptimizerConfig, checkpoint
+from sparse_rl.train.distill import DistillConfig
 from sparse_rl.train.processes import Processes
 
 
@@ -78,6 +79,19 @@ def test_adapters_are_sharded_and_saved_as_one_process_does(tmp_path):
     lines = [without_times(tmp_path / name)[1] for name in ("two", "one")]
     assert lines[0]["loss"] == pytest.approx(lines[1]["loss"], abs=1e-6)
     assert (tmp_path / "two" / "checkpoint-2" / "adapter_model.safetensors").exists()
+
+
+@pytest.mark.slow
+def test_a_merged_sampler_s_adapter_is_made_from_the_shards(tmp_path):
+    """The second step samples with what the first has learnt, of the policy and of the adapter."""
+    parts = {"distill": DistillConfig(r=4, lr=1e-2, merged=True), "eval": EvalConfig(prompts=0)}
+    config = {"parts": parts, "steps": 2}
+    expected, weights = run(Processes(), tmp_path / "one", **config)
+    for sampled, model in results_of(2, run_with, tmp_path / "two", config):
+        assert sampled == expected
+        assert all(torch.allclose(model[name], weights[name], atol=1e-6) for name in weights)
+    lines = [without_times(tmp_path / name)[2] for name in ("two", "one")]
+    assert lines[0]["distill/loss"] == pytest.approx(lines[1]["distill/loss"], rel=1e-4)
 
 
 def test_what_has_no_sharded_form_is_refused(tmp_path):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -94,11 +93,15 @@ def measure(
     loaded = random_model(config.shape, config.device, dtype, config.seed)
     prompts = make_prompts(config, loaded.vocab_size)
     engine = Engine(loaded, policy, replace(engine_config, rows=config.rows))
-    adapter = SamplerAdapter(loaded.model, config.adapter, config.adapter, config.seed) if config.adapter else None
-    with adapter.on(loaded.model) if adapter is not None else nullcontext():
-        return _engine_results(
-            Bench(config=config, policy=policy, loaded=loaded, engine=engine, prompts=prompts, say=say, show=show)
-        )
+    bench = Bench(config=config, policy=policy, loaded=loaded, engine=engine, prompts=prompts, say=say, show=show)
+    if not config.adapter:
+        return _engine_results(bench)
+    with SamplerAdapter(loaded.model, config.adapter, config.adapter, config.seed).on(loaded.model):
+        results = _engine_results(bench)
+    say("the same work without the adapter")
+    plain = _engine_results(replace(bench, config=replace(config, adapter=0, profile=False)))
+    results["without_adapter"] = {key: plain[key] for key in ("tokens_per_s", "tokens", "seconds", "step_ms")}
+    return results
 
 
 def _engine_results(bench: Bench) -> dict[str, Any]:
@@ -252,7 +255,9 @@ def _split(bench: Bench, step_ms: float) -> dict[str, float]:
 
 def time_full(config: BenchConfig, dtype: torch.dtype, engine: EngineConfig, say: Callable[[str], None]) -> Timed:
     """The engine itself with a dense cache, at the same rows."""
-    results = measure(replace(config, profile=False), Full(), engine, dtype, say=say, show=lambda progress: None)
+    results = measure(
+        replace(config, profile=False, adapter=0), Full(), engine, dtype, say=say, show=lambda progress: None
+    )
     step_ms, entries = results["step_ms"], (results["window"] or {}).get("mean_entries")
     note = (
         "a dense cache" if step_ms is None else f"a dense cache, {step_ms:.2f} ms a step, {entries:,.0f} entries a row"

@@ -39,7 +39,7 @@ class BenchConfig:
     profile: split a step's time by kernels, in a second, short run (on a GPU)
     against: others to run the same work, separated by commas: generate, vllm, or full for the engine's own dense cache
     generate_tokens: tokens an output that `generate` is run for
-    adapter: rank of a sampler's adapter (DistillSparse) on every projection, to see what it costs; 0 for none
+    adapter: rank of a sampler's adapter (DistillSparse) on every projection; the same work is then timed without it too
     bandwidth: bytes a second the device's memory is read with, for the roofline
     flops: operations a second of the device's matrix units in this dtype, for the roofline
     seed: of weights, prompts, lengths and samples

@@ -13,6 +13,7 @@ from sparse_rl.calibrate.config import CalibrationConfig
 from sparse_rl.calibrate.search import Found, cheapest, pool_bins
 from sparse_rl.calibrate.statistics import describe
 from sparse_rl.calibrate.tokens import Tokens
+from sparse_rl.kv.schedule import Schedule
 
 STUDIED = (0.75, 0.80, 0.86, 0.92)  # targets whose schedules are shown beside one's own
 
@@ -67,11 +68,25 @@ def targets(config: CalibrationConfig, floors: list[float], target: float | None
     return [target * floor if config.relative else target for floor in floors]
 
 
+def met(schedule: Schedule, results: dict[str, Any], config: CalibrationConfig) -> list[bool]:
+    """Of each bin, whether the tail that its budget had from the beginning on meets the target."""
+    tails = {run["budget"]: tail_row(run, config) for run in results["runs"]}
+    budgets = [schedule.at(start) for start, _ in results["bins"]]
+    return [tails[budget][i] >= results["targets"][i] for i, budget in enumerate(budgets)]
+
+
 def _notes(
     found: Found, bins: list[tuple[int, int]], tails: np.ndarray, floors: list[float], config: CalibrationConfig
 ) -> list[str]:
     notes = []
-    short = [f"{start}-{end}" for (start, end), met in zip(bins, found.met, strict=True) if not met]
+    names = [f"{start}-{end}" for start, end in bins]
+    blank = [name for name, measured in zip(names, found.measured, strict=True) if not measured]
+    if blank:
+        notes.append(
+            f"no budget has enough tokens in the contexts {', '.join(blank)}, which keep the budget before them; give "
+            "more prompts, more samples (--n), or lower min_tokens."
+        )
+    short = [name for name, met in zip(names, found.met, strict=True) if not met and name not in blank]
     if short:
         lowest = np.nanmin(floors) if not np.isnan(floors).all() else float("nan")
         notes.append(

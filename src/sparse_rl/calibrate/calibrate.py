@@ -15,12 +15,12 @@ import hashlib
 import json
 import math
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from sparse_rl.calibrate.analysis import analyse, described, tail_row
+from sparse_rl.calibrate.analysis import analyse, described, met, tail_row
 from sparse_rl.calibrate.config import CalibrationConfig
 from sparse_rl.calibrate.search import raise_budgets, with_budget
 from sparse_rl.calibrate.tokens import Tokens, probe
@@ -186,15 +186,17 @@ class _Runs:
         return self._run(f"{budget:05}", with_budget(self.calibration.policy, budget))
 
     def of_schedule(self, schedule: Schedule) -> Tokens:
-        """A file a schedule, since a policy reads its file once a process."""
+        """With new samples: those that the budgets were chosen by would praise them. A policy reads its file once."""
         text = json.dumps(asdict(schedule))
         name = f"schedule-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
         path = self.folder / f"{name}.json"
         save(schedule, path)
-        return self._run(name, with_budget(self.calibration.policy, str(path)))
+        policy = with_budget(self.calibration.policy, str(path))
+        return self._run(name, policy, seed=self.calibration.sampling.seed + 1)
 
-    def _run(self, name: str, policy: KVPolicy) -> Tokens:
+    def _run(self, name: str, policy: KVPolicy, seed: int | None = None) -> Tokens:
         path, asked = self.folder / f"{name}.npz", self.calibration
+        sampling = asked.sampling if seed is None else replace(asked.sampling, seed=seed)
         found = Tokens.load(path)
         if found is not None:
             return found
@@ -204,7 +206,7 @@ class _Runs:
         def step(before: int, progress: Progress) -> None:
             self.observer.on_step(name, before + progress.num_finished, rollouts, progress)
 
-        found = probe(asked.loaded, policy, asked.prompts, asked.sampling, asked.engine, self.memory, on_step=step)
+        found = probe(asked.loaded, policy, asked.prompts, sampling, asked.engine, self.memory, on_step=step)
         found.save(path)
         if device.type == "cuda":
             free(device)
@@ -238,6 +240,6 @@ def _verified(schedule: Schedule, runs: _Runs, results: dict[str, Any], calibrat
             )
             break
         schedule = raised
-    results["schedule"] = {**asdict(schedule), "met": results["schedule"]["met"]}
+    results["schedule"] = {**asdict(schedule), "met": met(schedule, results, config)}
     results["tried"] = tried
     return schedule

@@ -88,10 +88,11 @@ def pool_bins(counts: Sequence[int], width: int, least: int) -> list[tuple[int, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """A schedule, and in which bins its budget's tail meets the target."""
+    """A schedule, in which bins its budget's tail meets the target, and which were measured at all."""
 
     schedule: Schedule
     met: tuple[bool, ...]
+    measured: tuple[bool, ...]
 
 
 def cheapest(
@@ -106,14 +107,15 @@ def cheapest(
     and never falls is smaller anywhere. Where none meets its target, the largest budget is as near as it gets; a bin
     without a measurement keeps the budget before it.
     """
-    least, chosen, met = 0, [], []
+    least, chosen, met, measured = 0, [], [], []
     for column, target in zip(tails_BN.T, targets, strict=True):
         known = [i for i in range(least, len(budgets)) if not math.isnan(column[i])]
         holding = [i for i in known if column[i] >= target]
         least = holding[0] if holding else len(budgets) - 1 if known else least
         chosen.append(budgets[least])
         met.append(bool(holding))
-    return Found(schedule=_steps(starts, chosen), met=tuple(met))
+        measured.append(bool(known))
+    return Found(schedule=_steps(starts, chosen), met=tuple(met), measured=tuple(measured))
 
 
 def raise_budgets(

@@ -14,14 +14,16 @@ from dataclasses import asdict
 from typing import Any
 
 import numpy as np
+import torch
 
 from sparse_rl.calibrate.beta import PERFECT, fit
 from sparse_rl.calibrate.tokens import Tokens
-from sparse_rl.objective.mismatch import CATASTROPHIC
+from sparse_rl.objective.mismatch import CATASTROPHIC, weighted_quantiles
 
 SCALES = ("top20", "lower")
 GROUPS = ("all", "decision")
-TAILS = {"p01": 0.01, "p05": 0.05, "mean": None}
+QUANTILES = {"p01": 0.01, "p05": 0.05}
+TAILS = (*QUANTILES, "mean")
 BARS = 40  # of the histogram of imperfect tokens, over [0, 0.999]
 LEVELS = 1000  # steps of overlap that intervals are found to
 
@@ -73,7 +75,7 @@ def _bin(
         "tokens": int(inside.sum()),
         "decision_tokens": int(groups["decision"].sum()),
         "catastrophic_frac": float((tokens.log_xi[inside] < math.log(CATASTROPHIC)).mean()) if inside.any() else None,
-        "upper_p05": quantile(tokens.upper[inside], 0.05) if inside.sum() >= least else None,
+        "upper_p05": quantiles(tokens.upper[inside], [0.05])[0] if inside.sum() >= least else None,
     }
     for scale in SCALES:
         values = getattr(tokens, scale)
@@ -91,7 +93,7 @@ def _group(values: np.ndarray, rollouts: np.ndarray, counts_NR: np.ndarray) -> d
         beta = {**asdict(fitted), "p05": fitted.quantile(0.05)}
     return {
         "mean": float(values.mean(dtype=np.float64)),
-        **{name: quantile(values, at) for name, at in TAILS.items() if at is not None},
+        **dict(zip(QUANTILES, quantiles(values, list(QUANTILES.values())), strict=True)),
         **intervals(values, rollouts, counts_NR),
         "perfect": float((values > PERFECT).mean()),
         "histogram": np.histogram(values[values <= PERFECT], BARS, (0.0, PERFECT))[0].tolist(),
@@ -99,10 +101,10 @@ def _group(values: np.ndarray, rollouts: np.ndarray, counts_NR: np.ndarray) -> d
     }
 
 
-def quantile(values: np.ndarray, at: float) -> float:
-    """The smallest value with at least a share `at` of the values at or below it."""
-    place = max(0, math.ceil(at * len(values) - 1e-9) - 1)
-    return float(np.partition(values, place)[place])
+def quantiles(values: np.ndarray, at: list[float]) -> list[float]:
+    """As training has them (objective/mismatch.py), each token counted once."""
+    given = torch.from_numpy(values).double()
+    return weighted_quantiles(given, torch.ones_like(given), at)
 
 
 def resampled(num_rollouts: int, times: int, seed: int) -> np.ndarray:
@@ -125,7 +127,6 @@ def intervals(values: np.ndarray, rollouts: np.ndarray, counts_NR: np.ndarray) -
     some = totals > 0
     below_NV = (drawn_NR[some] @ histogram_RV.astype(np.float32)).cumsum(axis=1, dtype=np.float64)
     found = {"mean": (drawn_NR[some] @ sums) / totals[some]}
-    for name, at in TAILS.items():
-        if at is not None:
-            found[name] = (below_NV >= at * totals[some, None] - 1e-6).argmax(axis=1) / LEVELS
+    for name, at in QUANTILES.items():
+        found[name] = (below_NV >= at * totals[some, None] - 1e-6).argmax(axis=1) / LEVELS
     return {f"{name}_interval": np.quantile(each, [0.025, 0.975]).tolist() for name, each in found.items()}

@@ -184,6 +184,12 @@ def lines(record: dict[str, Any]) -> list[str]:
     shown.append(
         ("KV", f"{sizes}, saved {100 * kv['saved_frac']:.0f} %, read {100 * kv['read_frac']:.0f} % over the steps run")
     )
+    if plain := results.get("without_adapter"):
+        times = plain["tokens_per_s"] / results["tokens_per_s"]
+        steps = f", {plain['step_ms']:.2f} ms a step" if plain["step_ms"] is not None else ""
+        shown.append(
+            ("adapter", f"{times:.2f}x the time of the same without it ({plain['tokens_per_s']:,.0f} tok/s{steps})")
+        )
     floor = results["xi_floor"]
     if floor is not None:
         ours = f"|log xi| mean {floor['mean']:.2g}, max {floor['max']:.2g}: rounding alone"

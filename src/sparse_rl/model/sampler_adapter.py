@@ -4,19 +4,24 @@
 It is no part of the module: outside of `on` the module has neither its parameters nor its arithmetic, so what is
 scored, learnt, saved or exported knows nothing of it. Adapters that are trained as the policy (lora.py) are another
 matter: they stay as they are, on or off, beneath this one.
+
+Where there is room, `Merged` has the same in the weights of a second copy of the projections, which costs a forward
+nothing.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from torch import nn
 from torch.nn.functional import linear
+from torch.nn.utils import skip_init
 from transformers import PreTrainedModel
 
 from sparse_rl.model.lora import ADAPTER
@@ -58,13 +63,14 @@ class SamplerAdapter(nn.Module):
         self.pairs = nn.ModuleList(LowRank(model.get_submodule(n), r, alpha, generator) for n in self.names)  # type: ignore[arg-type]
 
     @contextmanager
-    def on(self, model: PreTrainedModel) -> Iterator[None]:
-        """Let the projections of the model have the adapter for as long as this lasts."""
+    def on(self, model: PreTrainedModel, merged: Sequence[nn.Module] | None = None) -> Iterator[None]:
+        """Let the projections of the model have the adapter, or be those of `Merged`, for as long as this lasts."""
         places = [(model.get_submodule(path.rpartition(".")[0]), path.rpartition(".")[2]) for path in self.names]
         bases = [getattr(owner, name) for owner, name in places]
+        adapted = merged or [Adapted(base, pair) for base, pair in zip(bases, self.pairs, strict=True)]  # type: ignore[arg-type]
         try:
-            for (owner, name), base, pair in zip(places, bases, self.pairs, strict=True):
-                owner._modules[name] = Adapted(base, pair)  # type: ignore[arg-type]
+            for (owner, name), part in zip(places, adapted, strict=True):
+                owner._modules[name] = part
             yield
         finally:
             for (owner, name), base in zip(places, bases, strict=True):
@@ -87,6 +93,44 @@ class SamplerAdapter(nn.Module):
             "inference_mode": True,
         }
         (folder / ADAPTER).write_text(json.dumps(settings, indent=1) + "\n")
+
+
+class Merged:
+    """A copy of the adapted projections, with the adapter in its weights.
+
+    It lies where it lies, so that decode graphs stay good. Biases are the model's own: no adapter has one.
+    """
+
+    def __init__(self, adapter: SamplerAdapter, model: PreTrainedModel) -> None:
+        self.adapter, self.copies = adapter, [_like(model.get_submodule(name)) for name in adapter.names]
+
+    @torch.no_grad()
+    def renew(self, model: PreTrainedModel, master_of: Callable[[nn.Parameter], torch.Tensor]) -> list[nn.Linear]:
+        """Write W + (alpha / r) B A into it, with the policy's own adapter if it has one, rounded once.
+
+        master_of: a parameter in full and with all its digits, at least fp32, on the parameter's device
+        """
+        for name, pair, copy in zip(self.adapter.names, self.adapter.pairs, self.copies, strict=True):
+            part: Any = model.get_submodule(name)
+            base = getattr(part, "base_layer", part)  # of a layer that peft has wrapped
+            terms: list[Any] = [(pair.a, pair.b, pair.scale)]
+            if base is not part:
+                policy = part.active_adapters[0]
+                terms.append((part.lora_A[policy].weight, part.lora_B[policy].weight, part.scaling[policy]))
+            weight = master_of(base.weight)
+            for a, b, scale in terms:
+                weight = torch.addmm(weight, master_of(b), master_of(a), alpha=scale)
+            copy.weight.copy_(weight)
+        return self.copies
+
+
+def _like(part: Any) -> nn.Linear:
+    """A projection with weights of its own."""
+    settings = {"device": part.weight.device, "dtype": part.weight.dtype}
+    copy: nn.Linear = skip_init(nn.Linear, part.in_features, part.out_features, bias=False, **settings)
+    copy.weight.requires_grad_(False)
+    copy.bias = part.bias
+    return copy
 
 
 @contextmanager

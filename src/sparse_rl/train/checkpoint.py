@@ -27,7 +27,7 @@ import torch
 from safetensors import SafetensorError
 
 from sparse_rl.model.load import LoadedModel
-from sparse_rl.model.lora import save_model
+from sparse_rl.model.lora import ADAPTER, save_model
 from sparse_rl.train.learner import Learner
 from sparse_rl.train.processes import is_lost
 from sparse_rl.train.shard_files import read_shards, whole_masters, write_shards
@@ -112,16 +112,25 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 
 def restore(folder: Path, learner: Learner, num_updates: int, distiller: HasAdapter | None = None) -> None:
-    """Put the weights and the optimiser state of a checkpoint that `read_state` found whole into the learner."""
-    shards = folder / DISTILL / SHARDS
-    if distiller is not None and (not shards.is_dir() or read_shards(shards, distiller.learner)):
-        raise ValueError(f"checkpoint {folder} has no sampler's adapter of this shape; give the distill.r of its run.")
+    """Put the weights and the optimiser state of a checkpoint that `read_state` found whole into the learner.
+
+    A sampler's adapter that the checkpoint does not have begins anew; one that it has is not left behind unasked.
+    """
+    adapter = folder / DISTILL
+    rank = json.loads((adapter / ADAPTER).read_text())["r"] if adapter.is_dir() else 0
+    if rank and distiller is None:
+        raise ValueError(
+            f"checkpoint {folder} has a sampler's adapter; go on with it (--distill.r {rank}), or start another run "
+            f"without it from these weights (--model {folder} and another --trainer.output_dir)."
+        )
     wrong = read_shards(folder / SHARDS, learner)
     if wrong:
         raise ValueError(
             f"checkpoint {folder} is of another model ({wrong[0]} differs); give the model it was trained from, and "
             "its lora settings."
         )
+    if rank and distiller is not None and read_shards(adapter / SHARDS, distiller.learner):
+        raise ValueError(f"checkpoint {folder} has a sampler's adapter of rank {rank}; give --distill.r {rank}.")
     learner.num_updates = num_updates
 
 

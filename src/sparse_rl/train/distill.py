@@ -17,11 +17,13 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
 
 from sparse_rl.kv import Full, KVPolicy
 from sparse_rl.kv.replay import ReplayedRows
 from sparse_rl.model.load import LoadedModel
-from sparse_rl.model.sampler_adapter import SamplerAdapter, frozen
+from sparse_rl.model.sampler_adapter import Merged, SamplerAdapter, frozen
 from sparse_rl.objective.correction import check_choices
 from sparse_rl.objective.distill import Divergence, divergence
 from sparse_rl.objective.loss import LossConfig, policy_loss, token_scale
@@ -52,6 +54,7 @@ class DistillConfig:
     kl_weight: coefficient of the KL between the dense model and the sparse sampler
     kl: "topk" (over the sampler's most likely ids), "forward" (k3 of sampled tokens) or "reverse" (k2 of them)
     every: steps between measurements of the overlap with and without the adapter, 0 for none
+    merged: sample from a second copy of the projections with the adapter in its weights: no slower than without it
     """
 
     r: int = 0
@@ -61,6 +64,7 @@ class DistillConfig:
     kl_weight: float = 1.0
     kl: Divergence = "topk"
     every: int = 10
+    merged: bool = False
 
     def __post_init__(self) -> None:
         check_choices(self, "distill")
@@ -91,6 +95,22 @@ class Distiller:
         masters = MasterWeights(self.adapter)
         optimizer = OptimizerConfig(learning_rate=config.lr).build(masters)
         self.learner = Learner(Head(loaded.model), optimizer, masters, processes=processes)
+        self.merged = Merged(self.adapter, loaded.model) if config.merged else None
+
+    def sampling(self, policy: MasterWeights) -> AbstractContextManager[None]:
+        """The module as the sampler runs it, for as long as this lasts. All processes call it."""
+        if self.merged is None:
+            return self.on()
+        masters: dict[nn.Parameter, torch.Tensor] = {}
+        for of in (policy, self.learner.masters):
+            masters |= zip(of.parameters, of.masters, strict=True)
+
+        def master_of(parameter: nn.Parameter) -> torch.Tensor:
+            found = masters.get(parameter, parameter)
+            whole = found.full_tensor() if isinstance(found, DTensor) else found
+            return whole.to(parameter.device, torch.promote_types(parameter.dtype, torch.float32))
+
+        return self.adapter.on(self.model, self.merged.renew(self.model, master_of))
 
     def on(self) -> AbstractContextManager[None]:
         """The module with the adapter, for as long as this lasts."""
@@ -129,10 +149,12 @@ class Distiller:
         )
         with frozen(self.model), learner_layers(self.model, update.activations, compiles=False):
             metrics: dict[str, float] = {}
+            works = [partial(self._step, batch, update.max_grad_norm, max_length)]
             if self.config.every and step % self.config.every == 0:
-                metrics |= self._overlaps(batch, update.max_tokens)
-            work = partial(self._step, batch, update.max_grad_norm, max_length)
-            return metrics | guards.fit(work, update.max_tokens, rollouts, self.learner, "a step of the adapter")
+                works.insert(0, partial(self._overlaps, batch))
+            for work in works:
+                metrics |= guards.fit(work, update.max_tokens, rollouts, self.learner, "a step of the adapter")
+            return metrics
 
     def _step(self, batch: _Batch, max_grad_norm: float, max_length: int, max_tokens: int) -> dict[str, float]:
         config, processes, completions = self.config, self.learner.processes, batch.completions
@@ -152,18 +174,20 @@ class Distiller:
             with self.on():
                 sparse = self._logprobs(batch, microbatch, sparse=True)
                 kl = torch.where(counted[tokens], divergence(dense, sparse, config.kl), 0.0)
-                output = policy_loss(
-                    sparse[:, 0],
-                    completions.sampler_logprobs[tokens],
-                    batch.advantages[completions.rows[tokens]],
-                    counted[tokens].float(),
-                    counted[tokens],
-                    scale[tokens],
-                    completions.rows[tokens],
-                    completions.num_rows,
-                    batch.loss,
-                )
-                total = config.pg_weight * output.loss + config.kl_weight * (kl * scale[tokens]).sum()
+                total = config.kl_weight * (kl * scale[tokens]).sum()
+                if config.pg_weight:
+                    output = policy_loss(
+                        sparse[:, 0],
+                        completions.sampler_logprobs[tokens],
+                        batch.advantages[completions.rows[tokens]],
+                        counted[tokens].float(),
+                        counted[tokens],
+                        scale[tokens],
+                        completions.rows[tokens],
+                        completions.num_rows,
+                        batch.loss,
+                    )
+                    total = total + config.pg_weight * output.loss
                 total.backward()
             totals += torch.stack([total.detach().double(), kl.detach().double().sum()])
         for holder in self.learner.masters.holders:

@@ -325,7 +325,7 @@ class Trainer:
     def _generate(self, engine: Engine, prompts: list[Prompt], sampling: Sampling, stage: str) -> list[Rollout]:
         """The rollouts of all prompts; those to learn from have the sampler's adapter, if there is one."""
         distiller = self.distiller if engine is self.engine else None
-        with distiller.on() if distiller is not None else nullcontext():
+        with distiller.sampling(self.learner.masters) if distiller is not None else nullcontext():
             show, record = self._progress(stage), distiller is not None
             return generate(engine, prompts, sampling, self.processes, show, record_kept=record)
 
