@@ -22,6 +22,8 @@ from sparse_rl.model.dry_run import dry_run
 from sparse_rl.model.load import LoadedModel
 from sparse_rl.model.tiny import FAMILIES, tiny_model, tiny_tokenizer
 
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as a shell has it for what it starts in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 torch.set_num_threads(1)  # the models are tiny: threads only wait for each other, and badly so beside other processes
 gc.disable()  # until the tests are imported: there is no garbage before
 

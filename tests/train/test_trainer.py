@@ -7,6 +7,7 @@ import json
 import math
 import statistics
 from dataclasses import replace
+from importlib.metadata import version
 from types import SimpleNamespace
 
 import pytest
@@ -48,7 +49,7 @@ def test_a_run_writes_what_it_did(tmp_path):
         "policy": "rkv",
         **{k: v for k, v in record["config"]["kv"].items() if k != "policy"},
     }
-    assert record["config"]["correction"]["veto"] == 0.1 and record["versions"]["torch"] == torch.__version__
+    assert record["config"]["correction"]["veto"] == 0.1 and record["versions"]["torch"] == version("torch")
     assert record["processes"] == 1 and record["command"] == command() and {"commit", "hardware"} <= record.keys()
     completions = read_log(tmp_path / "run" / "completions.jsonl")
     assert [row["step"] for row in completions] == [1, 2]
