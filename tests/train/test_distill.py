@@ -149,8 +149,9 @@ def test_a_merged_copy_is_rounded_once(tmp_path):
 
 
 @pytest.mark.parametrize("bad", [False, True])
-def test_the_budget_follows_the_tail_of_the_sampler_with_its_adapter(bad, tmp_path):
+def test_the_budget_follows_the_tail_of_the_sampler_with_its_adapter(bad, tmp_path, monkeypatch):
     """With room for every token only the adapter keeps the sampler from the dense model; a bad one needs more."""
+    monkeypatch.setattr("sparse_rl.train.control.dense_from", lambda kv, prompt, longest: 64)
     control = ControlConfig(auto=True, bin=100, patience=1, smallest=32, largest=64, budgets=3, multiple=16)
     update = UpdateConfig(skip_zero_rows=False)
     parts = {"kv": RKV(budget=48, interval=4, window=4), "control": control, "distill": DISTILL, "update": update}
