@@ -44,3 +44,10 @@ def test_every_module_that_asks_for_triton_can_be_told_to_do_without(monkeypatch
     assert {module.__name__ for module in askers()} == importing
     run_the_references(monkeypatch)
     assert not any(module.use_triton(None) for module in askers())
+
+
+def test_tests_that_contributing_names_are_there():
+    named = re.findall(r"`([\w/]+\.py)::(\w+)`", (TESTS.parent / "CONTRIBUTING.md").read_text(encoding="utf-8"))
+    assert len(named) >= 20
+    for file, test in named:
+        assert f"def {test}(" in (TESTS / file).read_text(encoding="utf-8"), f"{file}::{test}"

@@ -232,12 +232,16 @@ def test_a_run_resumed_with_another_optimizer_uses_it(whole, tmp_path, caplog):
     assert "optimizer.beta2 0.999 is now 0.5" in caplog.text
 
 
-def test_the_best_checkpoint_is_kept(tmp_path):
-    trainer = small_trainer(tmp_path / "run", save_total_limit=1, steps=3)
-    trainer.eval_config = EvalConfig(every=1, prompts=4)
-    values = iter([0.0, 0.9, 0.1, 0.2])
-    trainer._evaluate = lambda: {"eval/dense/reward": next(values)}
-    trainer.train()
-    assert [path.name for path in checkpoint.checkpoints(tmp_path / "run")] == ["checkpoint-1", "checkpoint-3"]
-    state = json.loads((tmp_path / "run" / "checkpoint-3" / checkpoint.STATE).read_text())
-    assert state["best"] == {"checkpoint": "checkpoint-1", "value": 0.9}
+def test_the_best_checkpoint_is_kept_over_a_resume_too(tmp_path):
+    def best_after(steps, *values):
+        trainer = small_trainer(tmp_path / "run", save_total_limit=1, steps=steps, resume_from_checkpoint=steps > 3)
+        trainer.eval_config = EvalConfig(every=1, prompts=4)
+        left = iter(values)
+        trainer._evaluate = lambda: {"eval/dense/reward": next(left)}
+        trainer.train()
+        names = [path.name for path in checkpoint.checkpoints(tmp_path / "run")]
+        assert names == ["checkpoint-1", f"checkpoint-{steps}"]
+        return json.loads((tmp_path / "run" / f"checkpoint-{steps}" / checkpoint.STATE).read_text())["best"]
+
+    assert best_after(3, 0.0, 0.9, 0.1, 0.2) == {"checkpoint": "checkpoint-1", "value": 0.9}
+    assert best_after(4, 0.5) == {"checkpoint": "checkpoint-1", "value": 0.9}
