@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/pip install --quiet --constraint constraints.txt
 
-.PHONY: demo test test-slow test-gpu test-compat test-wheel bench-cpu bench-gpu lint check docs clean
+.PHONY: demo test test-slow test-gpu test-compat test-wheel coverage bench-cpu bench-gpu lint check docs clean
 
 ## demo: train two arms on the embedded model, compare them with the recorded ones, write a report (5 minutes)
 demo: .venv/ready
@@ -44,6 +44,14 @@ test-wheel:
 	! $$sparse_rl report runs/first 2> refused; grep "pip install 'sparse-rl\[report\]'" refused; \
 	$$env/bin/pip install --quiet --constraint ../constraints.txt 'sparse-rl[report]'; \
 	$$sparse_rl report runs/first; test -s report.html
+
+## coverage: lines of every module that the tests run, at least 85 % of all
+coverage: .venv/ready
+	$(PIP) coverage
+	$(BIN)/python -m coverage erase
+	$(BIN)/python -m coverage run -m pytest -n 2 --dist worksteal --timeout 600
+	$(BIN)/python -m coverage combine --quiet
+	$(BIN)/python -m coverage report
 
 ## bench-cpu: the README's numbers of a CPU again, the old ones beside them (BENCH=--list shows the commands)
 bench-cpu: .venv/ready
