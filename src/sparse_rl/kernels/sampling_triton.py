@@ -267,8 +267,11 @@ def _unpack_value(packed):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _unpack_id(packed, size):  # type: ignore[no-untyped-def]
-    """Inside the vocabulary even where nan compares below what pads the last block."""
-    return tl.minimum(HALF_WORD - (packed & HALF_WORD), size - 1)
+    """Inside the vocabulary even where nan compares below what pads the last block.
+
+    ^ undoes HALF_WORD - id; Triton 3.7's interpreter has no constexpr minus a tensor.
+    """
+    return tl.minimum((packed & HALF_WORD) ^ HALF_WORD, size - 1)
 
 
 @triton.jit
