@@ -98,10 +98,10 @@ def test_an_evaluation_is_not_gone_on_with_under_another_schedule(tmp_path, file
         kv = ("full", cache.format(file(*budgets)))
         return Record(tmp_path, Evaluation(models=("tiny",), benchmarks=("lookup",), kv=kv), {}, resume=resume)
 
-    record(12, 14, resume=False)
-    record(12, 14, resume=True)
-    with pytest.raises(ValueError, match=rf"other settings: {key}\..*\.budgets \[12, 14\] is now \[12, 16\]"):
-        record(12, 16, resume=True)
+    record(48, 64, resume=False)
+    record(48, 64, resume=True)
+    with pytest.raises(ValueError, match=rf"other settings: {key}\..*\.budgets \[48, 64\] is now \[48, 80\]"):
+        record(48, 80, resume=True)
 
 
 def test_a_measurement_has_its_name():
