@@ -51,7 +51,8 @@ def main() -> None:
     names = [name for name in FILES[args.machine] if args.only in name and (RESULTS / f"{name}.json").exists()]
     todo = [(name, command) for name in names for command in outdated(read(RESULTS / f"{name}.json"), commit)]
     if args.list:
-        print("\n".join(command for _, command in todo))
+        for _, command in todo:
+            print(command)
         return
     before = Path("runs/bench") / commit / "before"
     if not before.exists():
