@@ -82,6 +82,16 @@ def test_another_target_needs_no_new_runs_of_budgets(small, tmp_path):
     assert third["targets"] == pytest.approx([0.9 * floor for floor in tail_row(third["floor"], relative)])
 
 
+def test_who_wants_to_be_sure_asks_it_of_the_intervals_lower_end(small, tmp_path):
+    sure = replace(CONFIG, sure=True, relative=True, bootstrap=20, verify=0)
+    results = calibrate(replace(small, config=sure), tmp_path)
+    found = [each["top20"]["all"] for each in results["runs"][0]["bins"]]
+    assert tail_row(results["runs"][0], sure) == [group["p05_interval"][0] for group in found]
+    assert any(group["p05_interval"][0] < group["p05"] for group in found)
+    floor = [each["top20"]["all"]["p05"] for each in results["floor"]["bins"]]
+    assert results["targets"] == pytest.approx([0.86 * p05 for p05 in floor])
+
+
 def test_the_schedule_is_a_cache_s_budget(small, tmp_path, monkeypatch):
     results = calibrate(small, tmp_path, named={"model": "embedded"})
     path = tmp_path / "schedule.json"
@@ -98,6 +108,7 @@ def test_the_schedule_is_a_cache_s_budget(small, tmp_path, monkeypatch):
 
 def test_settings_that_cannot_be():
     for settings, said in (
+        ({"sure": True, "bootstrap": 0}, "sure needs the intervals"),
         ({"target": 1.2}, "target is 1.2"),
         ({"tail": "p10"}, "tail is 'p10'; choose one of p01, p05, mean"),
         ({"budgets": (8, 8)}, "give each once"),

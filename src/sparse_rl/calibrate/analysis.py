@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -33,7 +33,7 @@ def analyse(
     dense = described(floor, bins, config)
     found = {budget: described(run(budget), bins, config) for budget in budgets}
     tails = np.array([tail_row(found[budget], config) for budget in budgets])
-    floors = tail_row(dense, config)
+    floors = tail_row(dense, replace(config, sure=False))
     fitted = cheapest(tails, budgets, [start for start, _ in bins], targets(config, floors))
     others = {}
     for target in STUDIED:
@@ -58,7 +58,9 @@ def described(tokens: Tokens, bins: list[tuple[int, int]], config: CalibrationCo
 
 def tail_row(run: dict[str, Any], config: CalibrationConfig) -> list[float]:
     """The statistic that is asked for, of each bin; nan where a bin has too few tokens."""
-    groups = (each[config.overlap][config.tokens] for each in run["bins"])
+    groups = [each[config.overlap][config.tokens] for each in run["bins"]]
+    if config.sure:
+        return [float("nan") if group is None else group[f"{config.tail}_interval"][0] for group in groups]
     return [float("nan") if group is None else group[config.tail] for group in groups]
 
 

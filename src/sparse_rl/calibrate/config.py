@@ -24,6 +24,7 @@ class CalibrationConfig:
     relative: the target is a share of the dense cache's own tail instead; Sparrow's 0.86 is 0.915 of its floor
     overlap: top20 (over tokens in both top 20, Sparrow's) or lower (over the sampler's best ids, exact up to 4096)
     tail: statistic of a bin that must meet the target: p05, p01 or mean
+    sure: the lower end of its 95 % interval must meet the target, so that no budget does by luck
     tokens: over which tokens: all, or decision (dense entropy above the threshold)
     entropy: threshold of decision tokens in nats; 0.69 is a fair coin's
     bin: tokens of a bin of context length
@@ -41,6 +42,7 @@ class CalibrationConfig:
     relative: bool = False
     overlap: Literal["top20", "lower"] = "top20"
     tail: Literal["p05", "p01", "mean"] = "p05"
+    sure: bool = False
     tokens: Literal["all", "decision"] = "all"
     entropy: float = 0.69
     bin: int = 2000
@@ -67,6 +69,8 @@ class CalibrationConfig:
             raise ValueError(f"lowest is {self.lowest}, above highest, {self.highest}; exchange them.")
         if not 0.0 < self.target < 1.0:
             raise ValueError(f"target is {self.target}; it must lie between 0 and 1, as 0.86 does.")
+        if self.sure and not self.bootstrap:
+            raise ValueError("sure needs the intervals that bootstrap 0 leaves out; give bootstrap 200.")
         if self.entropy < 0:
             raise ValueError(f"entropy is {self.entropy}; it must be at least 0.")
         for name, choices in (("overlap", SCALES), ("tail", tuple(TAILS)), ("tokens", GROUPS)):
