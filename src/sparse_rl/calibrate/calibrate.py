@@ -123,7 +123,8 @@ def calibrate(
             observer.on_note(note)
         write_whole(folder / "results.json", json.dumps(results, indent=1, allow_nan=False) + "\n")
         told = {key: results[key] for key in ("model", "kv", "hardware", "commit", "finished") if key in results}
-        asked = {key: results["settings"][key] for key in ("target", "relative", "overlap", "tail", "tokens", "bin")}
+        names = ("target", "relative", "overlap", "tail", "sure", "tokens", "bin")
+        asked = {name: results["settings"][name] for name in names}
         save(schedule, folder / "schedule.json", **told, **asked)
     return results
 

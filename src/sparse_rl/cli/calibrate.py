@@ -250,4 +250,5 @@ def _dry_run(
         f"{1 + len(budgets)} runs{once}, each at most {room:,} tokens; engine.rows {engine.rows} on {settings.device}"
     )
     share = " of the dense cache's own" if config.relative else ""
-    print(f"target: {config.tail} of {config.overlap} overlap over {config.tokens} tokens, {config.target}{share}")
+    which = f"lower end of {config.tail}" if config.sure else config.tail
+    print(f"target: {which} of {config.overlap} overlap over {config.tokens} tokens, {config.target}{share}")
