@@ -114,7 +114,7 @@ def test_the_pool_and_the_rows_are_the_engine_s(family, policy):
 def test_the_sampler_s_adapter_and_its_state_are_the_distiller_s(dtype):
     model = tiny_model("qwen2", dtype=dtype)
     loaded = LoadedModel(model=model, tokenizer=tiny_tokenizer(), shape=dry_run(model))
-    distiller = Distiller(loaded, DistillConfig(r=3), RKV(), 0, Processes())
+    distiller = Distiller(loaded, DistillConfig(r=3, merged=True), RKV(), 0, Processes())
     masters, own = distiller.learner.masters.masters, list(distiller.adapter.parameters())
     for master in masters:
         master.grad = torch.zeros_like(master)
@@ -124,7 +124,8 @@ def test_the_sampler_s_adapter_and_its_state_are_the_distiller_s(dtype):
     others = sum(master.nbytes for master in masters if all(master is not parameter for parameter in own))
 
     size = model_size(model.config, "qwen2", dtype)
-    plan = make_plan(size, long_run(distill=size.adapters(3)), BIG)
+    plan = make_plan(size, long_run(distill=size.adapters(3), merged=True), BIG)
+    assert held(plan, "merged copy") == sum(copy.weight.nbytes for copy in distiller.merged.copies)
     assert held(plan, "sampler's adapter") == sum(parameter.nbytes for parameter in own) + others + moments
     assert held(plan, "its gradients") == sum(master.grad.nbytes for master in masters)
 

@@ -133,12 +133,12 @@ def test_its_gradient_is_that_of_finite_differences(policy, tiny, prompts, monke
 def test_sequences_that_were_cut_alike_are_one_block(tiny, prompts):
     """Six samples of a prompt take no more blocks than one of them; a shorter one has a last block of its own."""
     loaded, policy = tiny(dtype=torch.float64), POLICIES[0]
-    rollouts = sampled(loaded, policy, prompts(40, 40, 40))
-    alone = ReplayedRows([0, 80], rollouts[:1], None, PAGE)._blocks(4)
-    together = ReplayedRows([80 * i for i in range(7)], rollouts, None, PAGE)._blocks(4)
+    rollouts, cpu = sampled(loaded, policy, prompts(40, 40, 40)), torch.device("cpu")
+    alone = ReplayedRows([0, 80], rollouts[:1], None, PAGE)._blocks(4, cpu)
+    together = ReplayedRows([80 * i for i in range(7)], rollouts, None, PAGE)._blocks(4, cpu)
     assert [block.span for block in together] == [block.span for block in alone]
     assert all(len(block.offsets_R) == 6 for block in together) and len(alone) > 2
-    shorter = ReplayedRows([0, 80, 159], rollouts[:2], None, PAGE)._blocks(4)
+    shorter = ReplayedRows([0, 80, 159], rollouts[:2], None, PAGE)._blocks(4, cpu)
     assert [len(block.offsets_R) for block in shorter] == [2] * (len(alone) - 1) + [1, 1]
 
 

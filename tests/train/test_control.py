@@ -232,6 +232,7 @@ def test_a_resumed_run_is_the_run_that_was_never_stopped(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("start", [8, 128])
 def test_on_the_embedded_model_it_finds_the_calibrated_budget(start, tmp_path):
     """From far too small and far too large: within a grid step of the cheapest budget that meets the target."""

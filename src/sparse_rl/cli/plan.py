@@ -177,5 +177,6 @@ def _run(size: ModelSize, settings: Namespace, parts: dict[str, Any], prompt: in
         reference=parts["loss"].beta > 0,
         lora=size.adapters(lora.r, targets) if lora.r else 0,
         distill=size.adapters(parts["distill"].r),
+        merged=parts["distill"].merged,
         ranks=ranks,
     )

@@ -50,8 +50,9 @@ class Block:
 
     @property
     def places(self) -> torch.Tensor:
-        """Of its queries in the row, R n."""
-        return self.offsets_R[:, None] + torch.arange(self.span.start, self.span.stop)
+        """Of its queries in the row, R n one after the other."""
+        within = torch.arange(self.span.start, self.span.stop, device=self.offsets_R.device)
+        return (self.offsets_R[:, None] + within).flatten()
 
 
 class ReplayedRows:
@@ -66,7 +67,8 @@ class ReplayedRows:
         self.firsts = [len(rollout.prompt.ids) for rollout in rollouts]
         begins = zip(boundaries, self.firsts, strict=False)
         self.prompts_T = torch.cat([torch.arange(a, a + first) for a, first in begins])
-        self.blocks: list[Block] = []  # the same for all layers
+        self.blocks: list[Block] = []  # the same for all layers, as is where each output belongs
+        self.order_T = torch.empty(0, dtype=torch.long)
 
     def attend(
         self,
@@ -81,9 +83,11 @@ class ReplayedRows:
         selects = self.selection is not None and self.selection.selects(layer_idx, window)
         if not selects and not self.evicts:
             return packed_attention(q_BHTD, k_BKTD, v_BKTD, self.boundaries, scale=scale, window=window)
-        self.blocks = self.blocks or self._blocks(q_BHTD.shape[1])
-        device, prompts = q_BHTD.device, self.prompts_T.to(q_BHTD.device)
-        q, k, v = (x.index_select(2, prompts) for x in (q_BHTD, k_BKTD, v_BKTD))
+        device = q_BHTD.device
+        if not len(self.order_T):
+            self.prompts_T, self.blocks = self.prompts_T.to(device), self._blocks(q_BHTD.shape[1], device)
+            self.order_T = torch.cat([self.prompts_T, *(block.places for block in self.blocks)]).argsort()
+        q, k, v = (x.index_select(2, self.prompts_T) for x in (q_BHTD, k_BKTD, v_BKTD))
         ends = [0, *accumulate(self.firsts)]
         outputs = [packed_attention(q, k, v, ends, scale=scale, window=window)[0]]
         for block in self.blocks:
@@ -97,8 +101,7 @@ class ReplayedRows:
                     preserve_rng_state=False,
                 )
             )
-        order = torch.cat([self.prompts_T, *(block.places.flatten() for block in self.blocks)]).argsort()
-        return torch.cat(outputs, dim=1).index_select(1, order.to(device))[None]
+        return torch.cat(outputs, dim=1).index_select(1, self.order_T)[None]
 
     def _attend(
         self,
@@ -114,11 +117,11 @@ class ReplayedRows:
         """The output of a block's queries, H (R n) D."""
         span, device, dim = block.span, q_HTD.device, q_HTD.shape[-1]
         num_kv_heads, num_rows = len(k_KTD), len(block.offsets_R)
-        q_RHnD = q_HTD.index_select(1, block.places.flatten().to(device)).unflatten(1, (num_rows, -1)).transpose(0, 1)
+        q_RHnD = q_HTD.index_select(1, block.places).unflatten(1, (num_rows, -1)).transpose(0, 1)
         positions_RKS = torch.arange(span.stop, device=device).expand(num_rows, num_kv_heads, -1)
         if kept_RKS is not None:  # slots as the cut left them, then what came since
             positions_RKS = torch.cat([kept_RKS, positions_RKS[..., span.fresh :]], dim=-1)
-        places_KN = (positions_RKS + block.offsets_R.to(device)[:, None, None]).transpose(0, 1).flatten(1)
+        places_KN = (positions_RKS + block.offsets_R[:, None, None]).transpose(0, 1).flatten(1)
         k_RKSD, v_RKSD = (
             x.gather(1, places_KN[..., None].expand(-1, -1, dim)).unflatten(1, (num_rows, -1)).transpose(0, 1)
             for x in (k_KTD, v_KTD)
@@ -164,7 +167,7 @@ class ReplayedRows:
         chosen_BKN = chosen_pages_ref(scores_BKN, lengths_B, counts_B, **ends)
         return chosen_BKN.unflatten(0, (num_rows, -1)).transpose(1, 2)
 
-    def _blocks(self, num_heads: int) -> list[Block]:
+    def _blocks(self, num_heads: int, device: torch.device) -> list[Block]:
         """The decode steps of all rollouts, those with the same span together as far as a block goes."""
         found: dict[Span, list[tuple[int, torch.Tensor | None]]] = {}
         for (a, b), rollout in zip(pairwise(self.boundaries), self.rollouts, strict=True):
@@ -177,7 +180,7 @@ class ReplayedRows:
                 some = rows[i : i + most]
                 positions = [kept for _, kept in some if kept is not None]
                 stacked = torch.stack(positions) if positions else None
-                blocks.append(Block(span, torch.tensor([a for a, _ in some]), stacked))
+                blocks.append(Block(span, torch.tensor([a for a, _ in some], device=device), stacked))
         return blocks
 
 

@@ -51,6 +51,7 @@ class Run:
     lora: int = 0  # parameters of the adapters; 0 trains the model itself
     auto: int = 0  # the smallest budget it may come to, where it moves
     distill: int = 0  # parameters of the sampler's adapter
+    merged: bool = False  # it samples from a copy of the projections with the adapter in it
     ranks: int = 1  # processes that share masters, gradients and moments
 
     @property

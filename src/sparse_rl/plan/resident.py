@@ -76,6 +76,9 @@ def _distill(size: ModelSize, run: Run) -> list[Footprint]:
         ),
         Footprint(name="its gradients", bytes=run.distill * full, stages=LEARNING, formula=f"{run.distill:,} x {full}"),
     ]
+    if run.merged:
+        text = f"{size.in_linears:,} weights x {item}"
+        lines.append(Footprint(name="merged copy", bytes=size.in_linears * item, stages=ALWAYS, formula=text))
     if isinstance(run.kv, EvictPolicy):
         entries, shape = _recorded(run), size.attention
         lines.append(

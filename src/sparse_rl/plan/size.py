@@ -42,9 +42,8 @@ class ModelSize:
     saved_layers: int  # bytes a token leaves behind in all layers
     saved_layer: int  # in the one that keeps most
     saved_outside: int  # before and after the layers
-    linears: tuple[
-        tuple[str, int], ...
-    ]  # by the matrices' names, rows and columns of all layers: what LoRA is added to
+    linears: tuple[tuple[str, int], ...]  # by the matrices' names, rows and columns of all layers: LoRA's places
+    in_linears: int  # weights of these matrices
 
     @property
     def itemsize(self) -> int:
@@ -87,10 +86,12 @@ def model_size(config: PretrainedConfig, name: str, dtype: torch.dtype) -> Model
     inside = [count for place, count in per_token.items() if place is not None]
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     linears: Counter[str] = Counter()
+    in_linears = 0
     for layer in layers:
         for path, module in layer.named_modules():
             if isinstance(module, torch.nn.Linear):
                 linears[path.rpartition(".")[2]] += module.in_features + module.out_features
+                in_linears += module.weight.numel()
     parameters = sum(parameter.numel() for parameter in model.parameters())
     in_layers = [sum(parameter.numel() for parameter in layer.parameters()) for layer in layers]
     return ModelSize(
@@ -110,6 +111,7 @@ def model_size(config: PretrainedConfig, name: str, dtype: torch.dtype) -> Model
         saved_layer=max(inside),
         saved_outside=per_token.get(None, 0),
         linears=tuple(linears.items()),
+        in_linears=in_linears,
     )
 
 
