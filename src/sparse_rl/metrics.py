@@ -82,6 +82,8 @@ METRICS: dict[str, str] = {
     "distill/overlap_p05": "5th percentile of the first over tokens",
     "distill/overlap_p05_without": "5th percentile of the second over tokens",
     "train/working_frac": "share of completions with something to learn from: an advantage, or a KL term",
+    "alarm/reward": "1 while no completion is better or worse than the others of its prompt for three steps in a row, "
+    "and for ten steps after",
     "alarm/rejection": "1 while more than 15 % of the completions of ten steps are rejected, and for ten steps after",
     "alarm/tail": "1 while a bin's tail of overlap is more than 0.06 under control.target, over 300 tokens or more and "
     "beyond chance, and for ten steps after",
@@ -123,6 +125,8 @@ METRICS: dict[str, str] = {
 
 HIGH_REJECTION = 0.15  # from here on the correction throws too much away
 REMEDIES = {  # what an alarm asks for
+    "alarm/reward": "read completions.jsonl. If right answers earn nothing, mend the reward; if all are right, take "
+    "harder prompts; if none is, take easier ones, a warm start (sparse-rl sft) or a reward that tells near from far.",
     "alarm/rejection": "raise kv.budget, or choose a gentler policy or correction. rejected.jsonl shows which tokens "
     "the dense model would not have written.",
     "alarm/tail": "raise kv.budget for such contexts: a schedule, or kv.budget auto, which goes up to control.largest.",
@@ -131,8 +135,6 @@ REMEDIES = {  # what an alarm asks for
     "prefix say.",
     "alarm/kl": "raise kv.budget (or set it to auto), or lower optimizer.learning_rate.",
 }
-# What may differ between two equal runs.
-TIMES = ("time/", "step_time", "rollout/tokens_per_s", "train/tokens_per_s", "memory/")
 
 
 def definition(name: str) -> str | None:

@@ -21,6 +21,7 @@ from sparse_rl.bench.profile import Profiler
 from sparse_rl.bench.roofline import FORMULA, Roofline, device_limits, linear_parameters
 from sparse_rl.bench.work import (
     BenchConfig,
+    check_positions,
     dense_peak_entries,
     full_window,
     make_prompts,
@@ -83,12 +84,7 @@ def measure(
 ) -> dict[str, Any]:
     """Results by name; `say` gets a word on what comes next, `show` the engine's progress."""
     assert config.device is not None, "the device is decided by the caller"
-    positions = shape_config(config.shape).max_position_embeddings
-    if config.prompt + config.output > positions:
-        raise ValueError(
-            f"--prompt {config.prompt} and --output {config.output} are {config.prompt + config.output} tokens, but "
-            f"{config.shape} has {positions} positions; shorten one."
-        )
+    check_positions(config)
     say(f"{config.shape} with random weights on {config.device}")
     loaded = random_model(config.shape, config.device, dtype, config.seed)
     prompts = make_prompts(config, loaded.vocab_size)

@@ -9,35 +9,39 @@ from dataclasses import replace
 
 import torch
 
-from sparse_rl.bench.meter import synchronize
-from sparse_rl.bench.rollout import measure
-from sparse_rl.bench.work import BenchConfig, steps_to_fill
-from sparse_rl.kv import KVPolicy
-from sparse_rl.rollout import EngineConfig, Progress
+from sparse_rl.bench.meter import Meter, run, synchronize
+from sparse_rl.bench.work import BenchConfig, Window, check_positions, make_prompts, steps_to_fill
+from sparse_rl.kv import EvictPolicy, KVPolicy
+from sparse_rl.model.load import LoadedModel
+from sparse_rl.rollout import Engine, EngineConfig, Progress, Sampling
 
-LEAST_STEPS = 64
+BEFORE, TIMED = 16, 48  # steps without compressions: whatever is compiled or captured comes in the first
 SIZES = {"cuda": (1 << 30, 8192), "cpu": (1 << 27, 1024)}  # bytes read; rows and columns of a product
 
 
 def time_step(
+    loaded: LoadedModel,
     config: BenchConfig,
     policy: KVPolicy,
     engine: EngineConfig,
-    dtype: torch.dtype,
     context: int,
     *,
-    say: Callable[[str], None],
     show: Callable[[Progress], None],
 ) -> tuple[float, float]:
-    """Seconds of a decode step with full rows, and the mean context of the steps that were timed."""
-    steps = steps_to_fill(policy, context)
-    last = max(LEAST_STEPS, steps + 2 * int(getattr(policy, "interval", 0)))
-    work = replace(
-        config, prompt=context, output=2 * last, max_steps=last, n=1, work="standard", profile=False, against=""
-    )
-    results = measure(work, policy, engine, dtype, say=say, show=show)
-    window = results["window"]
-    return results["step_ms"] / 1e3, context + window["first_step"] + window["steps"] / 2
+    """Seconds of a decode step with full rows and caches, and the mean context of the steps that were timed."""
+    window = Window(start=BEFORE, steps=TIMED)
+    if isinstance(policy, EvictPolicy):
+        window = Window(start=steps_to_fill(policy, context) + policy.interval, steps=2 * policy.interval)
+    last = window.start + window.steps
+    work = replace(config, prompt=context, output=2 * last, max_steps=last, n=1, work="standard")
+    check_positions(work)
+    prompts = make_prompts(work, loaded.vocab_size)[: config.rows]
+    device = loaded.shape.device
+    meter = Meter(window, config.rows, device, cut=True, exact=True, show=show)
+    own = Engine(loaded, policy, replace(engine, rows=config.rows))
+    run(own, prompts, Sampling(max_tokens=work.output, stop_ids=(), seed=config.seed), meter)
+    own.release()
+    return meter.seconds / meter.steps, context + window.start + window.steps / 2
 
 
 def device_speed(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:

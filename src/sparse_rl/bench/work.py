@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from sparse_rl.kv import EvictPolicy, KVPolicy
+from sparse_rl.model.shapes import shape_config
 from sparse_rl.rollout.engine import MAX_ROWS
 from sparse_rl.types import Prompt
 
@@ -135,6 +136,16 @@ def steps_to_fill(policy: KVPolicy, prompt: int) -> int:
     while (more := policy.trigger(prompt, prompt + steps) - held - steps) > 0:
         steps += more  # by then the trigger may have risen
     return steps
+
+
+def check_positions(config: BenchConfig) -> None:
+    """Refuse what is longer than the shape was made for."""
+    positions = shape_config(config.shape).max_position_embeddings
+    if config.prompt + config.output > positions:
+        raise ValueError(
+            f"a prompt of {config.prompt} and an output of {config.output} are {config.prompt + config.output} tokens, "
+            f"but {config.shape} has {positions} positions; shorten one."
+        )
 
 
 def full_window(config: BenchConfig, policy: KVPolicy, prompts: list[Prompt]) -> Window:

@@ -14,6 +14,7 @@ from sparse_rl.calibrate.search import Found, cheapest, pool_bins
 from sparse_rl.calibrate.statistics import describe
 from sparse_rl.calibrate.tokens import Tokens
 from sparse_rl.kv.schedule import Schedule
+from sparse_rl.metrics import HIGH_REJECTION
 
 STUDIED = (0.75, 0.80, 0.86, 0.92)  # targets whose schedules are shown beside one's own
 
@@ -58,9 +59,9 @@ def described(tokens: Tokens, bins: list[tuple[int, int]], config: CalibrationCo
 
 def tail_row(run: dict[str, Any], config: CalibrationConfig) -> list[float]:
     """The statistic that is asked for, of each bin; nan where a bin has too few tokens."""
-    groups = [each[config.overlap][config.tokens] for each in run["bins"]]
     if config.sure:
-        return [float("nan") if group is None else group[f"{config.tail}_interval"][0] for group in groups]
+        return [_lower_end(each, config) for each in run["bins"]]
+    groups = [each[config.overlap][config.tokens] for each in run["bins"]]
     return [float("nan") if group is None else group[config.tail] for group in groups]
 
 
@@ -75,6 +76,41 @@ def met(schedule: Schedule, results: dict[str, Any], config: CalibrationConfig) 
     tails = {run["budget"]: tail_row(run, config) for run in results["runs"]}
     budgets = [schedule.at(start) for start, _ in results["bins"]]
     return [tails[budget][i] >= results["targets"][i] for i, budget in enumerate(budgets)]
+
+
+def doubts(results: dict[str, Any], config: CalibrationConfig) -> list[str]:
+    """At most one note: why training on the schedule may go badly though it meets its targets, and what to do."""
+    found, bins = results["schedule"], results["bins"]
+    schedule = Schedule(tuple(found["starts"]), tuple(found["budgets"]))
+    alone = {run["budget"]: run for run in results["runs"]}
+    ran = [results.get("verified", alone[schedule.at(start)]) for start, _ in bins]
+    lows = [_lower_end(run["bins"][i], config) for i, run in enumerate(ran)]
+    weak = [i for i, (low, target) in enumerate(zip(lows, results["targets"], strict=True)) if low < target]
+    rejected = max(run["rejected_frac"] for run in ran)
+    reasons = []
+    if weak:
+        names = ", ".join("{}-{}".format(*bins[i]) for i in weak)
+        lowest = min(lows[i] for i in weak)
+        reasons.append(
+            f"the tail's 95 % interval reaches below the target in the contexts {names}, down to {lowest:.3f}"
+        )
+    if rejected > HIGH_REJECTION:
+        reasons.append(
+            f"a veto at xi < 1e-4 would reject {100 * rejected:.1f} % of the rollouts (training warns above "
+            f"{100 * HIGH_REJECTION:.0f} %)"
+        )
+    if not reasons:
+        return []
+    remedy = f"{'' if config.sure else '--sure, '}more samples (--n) or a larger --target"
+    if rejected > HIGH_REJECTION:
+        remedy += ", or train with a correction that rejects no rollouts (--correction.preset reweight_only)"
+    return [f"training on this schedule may go badly: {', and '.join(reasons)}; give {remedy}."]
+
+
+def _lower_end(measured: dict[str, Any], config: CalibrationConfig) -> float:
+    """Of the tail's interval in a bin; nan where there is none."""
+    group = measured[config.overlap][config.tokens] or {}
+    return float(group.get(f"{config.tail}_interval", [float("nan")])[0])
 
 
 def _notes(

@@ -20,7 +20,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from sparse_rl.calibrate.analysis import analyse, described, met, tail_row
+from sparse_rl.calibrate.analysis import analyse, described, doubts, met, tail_row
 from sparse_rl.calibrate.config import CalibrationConfig
 from sparse_rl.calibrate.search import raise_budgets, with_budget
 from sparse_rl.calibrate.tokens import Tokens, probe
@@ -118,6 +118,7 @@ def calibrate(
         schedule = Schedule(**{key: tuple(results["schedule"][key]) for key in ("starts", "budgets")})
         if calibration.config.verify:
             schedule = _verified(schedule, runs, results, calibration)
+        results["notes"] += doubts(results, calibration.config)
         results["finished"] = datetime.now(UTC).isoformat(timespec="seconds")
         for note in results["notes"]:
             observer.on_note(note)

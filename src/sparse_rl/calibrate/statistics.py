@@ -29,10 +29,10 @@ LEVELS = 1000  # steps of overlap that intervals are found to
 
 
 def describe(
-    tokens: Tokens, bins: list[tuple[int, int]], *, entropy: float, bootstrap: int, least: int, seed: int = 0
+    tokens: Tokens, bins: list[tuple[int, int]], *, entropy: float, bootstrap: int, least: int
 ) -> dict[str, Any]:
     """Of one cache; `least` is how many tokens a bin needs for a tail."""
-    counts_NR = resampled(tokens.num_rollouts, bootstrap, seed)
+    counts_NR = resampled(tokens.num_rollouts, bootstrap, seed=0)
     return {
         "rollouts": tokens.num_rollouts,
         "tokens": len(tokens.contexts),

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_origin, get_type_hi
 from sparse_rl.cli.parsing import make_parser, model_dtype, parse, quiet_bars
 
 if TYPE_CHECKING:
-    from jsonargparse import ArgumentParser
+    from jsonargparse import ArgumentParser, Namespace
 
     from sparse_rl.bench import BenchConfig
 
 C = TypeVar("C", bound=Any)
+ON_CPU = {"rows": 16, "output": 1024}  # of `bench rollout`, where nobody says: half a minute
 
 USAGE = """usage: sparse-rl bench rollout|learner ...
 
@@ -31,7 +32,7 @@ Models have random weights, so nothing is downloaded. Compiling and capturing ha
   sparse-rl bench rollout --shape tiny --rows 32 --output 256 --kv.policy rkv --kv.budget 64 --kv.interval 32
   sparse-rl bench rollout --shape qwen2.5-1.5b --kv.policy rkv --against generate,vllm --result speed.json
   sparse-rl bench rollout --shape qwen2.5-1.5b --prompt 12288 --n 8 --rows 128 --max-steps 256
-  sparse-rl bench rollout --shape qwen3-1.7b --prompt 32000 --rows 24 --max-steps 128 --kv.policy pages_mean \
+  sparse-rl bench rollout --shape qwen3-1.7b --prompt 32000 --rows 24 --max-steps 128 --kv.policy pages_mean \\
       --kv.budget 4096 --against full
 """
 
@@ -49,7 +50,7 @@ def run(arguments: list[str]) -> None:
         given = repr(arguments[0]) if arguments else "nothing"
         raise ValueError(f"bench measures {given}, which it cannot; write `sparse-rl bench rollout` or `learner`.")
     settings = parse(_parser(), arguments[1:])
-    from sparse_rl.bench import BenchConfig, measure, measure_rivals
+    from sparse_rl.bench import measure, measure_rivals
     from sparse_rl.bench.record import merge, read
     from sparse_rl.config import build_kv, build_section
     from sparse_rl.kv import policy_record
@@ -58,7 +59,7 @@ def run(arguments: list[str]) -> None:
     from sparse_rl.runfolder import command, provenance
 
     policy = build_kv(settings.kv)
-    config = decided(BenchConfig(**{field.name: settings[field.name] for field in fields(BenchConfig)}))
+    config = _config(settings)
     engine = build_section(EngineConfig, "engine", settings.engine)
     dtype = model_dtype(config.dtype)
     assert dtype is not None
@@ -97,14 +98,26 @@ def _parser() -> ArgumentParser:
     from sparse_rl.rollout import EngineConfig
 
     parser = make_parser("bench rollout", DESCRIPTION)
-    add_flags(parser, BenchConfig)
+    add_flags(parser, BenchConfig, smaller=ON_CPU)
     add_kv_section(parser)
     add_section(parser, "engine", EngineConfig, leave_out=("rows",))
     return parser
 
 
-def add_flags(parser: ArgumentParser, component: type) -> None:
-    """A flag for every field of the measurement's settings, and where its record goes."""
+def _config(settings: Namespace) -> BenchConfig:
+    """The work that is asked for; on a CPU a small one, where nobody says."""
+    from sparse_rl.bench import BenchConfig
+
+    asked = {field.name: settings[field.name] for field in fields(BenchConfig) if settings[field.name] is not None}
+    small = {} if _device_name(settings.device).startswith("cuda") else ON_CPU
+    return decided(BenchConfig(**{**small, **asked}))
+
+
+def add_flags(parser: ArgumentParser, component: type, smaller: dict[str, int] | None = None) -> None:
+    """A flag for every field of the measurement's settings, and where its record goes.
+
+    smaller: what some of them are on a CPU if they are not given
+    """
     from jsonargparse import ActionYesNo
 
     from sparse_rl.config import field_texts
@@ -115,8 +128,11 @@ def add_flags(parser: ArgumentParser, component: type) -> None:
         flag: dict[str, Any] = {"type": str if get_origin(hint) is Literal else hint}
         if hint is bool:
             flag = {"action": ActionYesNo(no_prefix="no-")}
-        name = field.name.replace("_", "-")
-        parser.add_argument(f"--{name}", default=field.default, help=texts[field.name], **flag)
+        name, default, text = field.name.replace("_", "-"), field.default, texts[field.name]
+        if smaller and field.name in smaller:
+            text += f"; {default} on a GPU and {smaller[field.name]} on a CPU if not given"
+            default, flag = None, {"type": hint | None}
+        parser.add_argument(f"--{name}", default=default, help=text, **flag)
     parser.add_argument("--result", type=str | None, default=None, help="JSON file the measurement is put into")
     parser.add_argument(
         "--label", type=str | None, default=None, help="its name there; an earlier one of this name is replaced"
@@ -125,11 +141,15 @@ def add_flags(parser: ArgumentParser, component: type) -> None:
 
 def decided(config: C) -> C:
     """With the device and the dtype that stand for none given."""
-    import torch
-
-    device = config.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = _device_name(config.device)
     dtype = config.dtype or ("bfloat16" if device.startswith("cuda") else "float32")
     return replace(config, device=device, dtype=dtype)
+
+
+def _device_name(given: str | None) -> str:
+    import torch
+
+    return given or ("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def _device(config: BenchConfig) -> Any:

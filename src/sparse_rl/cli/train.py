@@ -7,23 +7,27 @@ import logging
 import os
 import sys
 from dataclasses import asdict, fields
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from sparse_rl.cli.parsing import add_model, make_parser, model_dtype, parse, quiet_bars
-from sparse_rl.cli.recipes import read_config, split_configs, to_yaml, with_configs
+from sparse_rl.cli.recipes import DEFAULT, default_settings, read_configs, split_configs, to_yaml, with_configs
+from sparse_rl.cli.resume import named, own_settings
 from sparse_rl.cli.trl_names import NAMES, translate, translate_keys
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from jsonargparse import ArgumentParser, Namespace
 
     from sparse_rl.train.processes import Processes
 
 DESCRIPTION = """Train a model with reinforcement learning; rollouts run on a sparse KV cache.
 
-Without --config and --model, a small embedded model learns an embedded task (the recipe default.yaml). Recipes that
-come with the package are known by name. Every setting is a flag and a key of the YAML file; flags win. TRL's names work
-too (--num_generations, --learning_rate, ...).
+Without --config and --model, a small embedded model learns an embedded task, with the recipe default.yaml, which sets
+{default}
+The defaults listed below are for all else, and for runs with --config or --model. Recipes that come with the package
+are known by name. Every setting is a flag and a key of the YAML file; flags win. TRL's names work too
+(--num_generations, --learning_rate, ...). A resumed run keeps its own settings, but for those that are given.
 
   sparse-rl train --trainer.output_dir runs/first
   sparse-rl train --config qwen2.5-1.5b.yaml --task.train_file train.jsonl --task.rewards rewards.py:accuracy
@@ -39,7 +43,10 @@ TRAINER_SETS = ("seed", "top_logprobs")  # of the sampling settings
 
 def read(arguments: list[str], parser: ArgumentParser) -> tuple[Namespace, Any, dict[str, Any]]:
     """The settings that were given, the task's, and those of all other components, checked."""
-    settings = parse(parser, _configs_first(_with_recipe(translate(arguments))), tuple(NAMES))
+    arguments = translate(arguments)
+    settings = parse(parser, _configs_first(_with_recipe(arguments)), tuple(NAMES))
+    if (own := own_settings(parser, settings, "task")) is not None:
+        settings = parse(parser, _configs_first(arguments, own), tuple(NAMES))
     from sparse_rl.config import build_correction, build_kv, build_section, build_task
     from sparse_rl.evaluate import EvalConfig
     from sparse_rl.model.lora import LoraConfig
@@ -122,7 +129,10 @@ def _train(settings: Namespace, task: Any, parts: dict[str, Any], processes: Pro
     trainer.train()
 
 
-def train_parser(command: str = "train", description: str = DESCRIPTION) -> ArgumentParser:
+def train_parser(
+    command: str = "train", description: str = DESCRIPTION, add_own: Callable[[ArgumentParser], None] | None = None
+) -> ArgumentParser:
+    """Of every setting of a run; a command's own come first in its help."""
     from sparse_rl.config import add_correction_section, add_kv_section, add_section, add_task_section
     from sparse_rl.evaluate import EvalConfig
     from sparse_rl.model.lora import LoraConfig
@@ -132,7 +142,10 @@ def train_parser(command: str = "train", description: str = DESCRIPTION) -> Argu
     from sparse_rl.train import ControlConfig, OptimizerConfig, TrainerConfig, UpdateConfig
     from sparse_rl.train.distill import DistillConfig
 
-    parser = make_parser(command, description)
+    parser = make_parser(command, description.format(default=default_settings()))
+    parser.usage = f"sparse-rl {command} [--config FILE] [--SETTING VALUE ...]"
+    if add_own is not None:
+        add_own(parser)
     parser.add_argument("--config", action="config", help="YAML file with any of these settings, or a recipe's name")
     add_model(parser, default="embedded")
     if command == "train":
@@ -162,38 +175,44 @@ def train_parser(command: str = "train", description: str = DESCRIPTION) -> Argu
 def _with_recipe(arguments: list[str]) -> list[str]:
     """The default recipe before everything else, unless a model or a config is named."""
     named = any(argument.split("=")[0] in ("--model", "--config", "--shape") for argument in arguments)
-    return arguments if named else ["--config", "default.yaml", *arguments]
+    return arguments if named else ["--config", DEFAULT, *arguments]
 
 
-def _configs_first(arguments: list[str]) -> list[str]:
-    """Each --config FILE replaced by its settings, TRL's keys translated; before the flags, so that flags win."""
+def _configs_first(arguments: list[str], own: dict[str, Any] | None = None) -> list[str]:
+    """Each --config FILE replaced by its settings, TRL's keys translated; before the flags, so that flags win.
+
+    A run's own settings, if it is resumed, come before all of them.
+    """
     names, others = split_configs(arguments)
     options = {argument.partition("=")[0] for argument in others}
     if "--task.train_file" in options and "--task.name" not in options:
         others = ["--task.name", "rows", *others]  # the only task that has files
-    configs = [_config(name) for name in names]
-    for config in configs:
-        _drop_unfit(config, others)
+    configs = [_checked(each, name) for name in names for each in read_configs(name, "train")]
+    if own is not None:
+        if named("correction", "preset", others, configs) is not None:
+            own.pop("correction", None)
+        if named("kv", "budget", others, configs) is not None:
+            own.get("control", {}).pop("auto", None)  # a budget that is given stands still
+        configs = [own, *configs]
+    for i, config in enumerate(configs):
+        _drop_unfit(config, others, configs[i + 1 :])
     return with_configs(configs, others)
 
 
-def _drop_unfit(config: dict[str, Any], flags: list[str]) -> None:
-    """Where a flag names another policy or task than the file, leave out the file's settings that it does not have."""
+def _drop_unfit(config: dict[str, Any], flags: list[str], later: list[dict[str, Any]]) -> None:
+    """Where a flag or a later file names another policy or task, leave out the settings that it does not have."""
     from sparse_rl.kv import POLICIES
     from sparse_rl.tasks import TASKS
 
     for section, key, components in (("kv", "policy", POLICIES), ("task", "name", TASKS)):
-        option = f"--{section}.{key}"
-        named = [flag.partition("=")[2] for flag in flags if flag.startswith(f"{option}=")]
-        named += [value for flag, value in pairwise(flags) if flag == option]
-        settings = config.get(section)
-        if named and named[-1] in components and isinstance(settings, dict) and settings.get(key) != named[-1]:
-            known = {field.name for field in fields(components[named[-1]])}
+        name, settings = named(section, key, flags, later), config.get(section)
+        if isinstance(name, str) and name in components and isinstance(settings, dict) and settings.get(key) != name:
+            known = {field.name for field in fields(components[name])}
             config[section] = {name: value for name, value in settings.items() if name in known}
 
 
-def _config(name: str) -> dict[str, Any]:
-    settings = translate_keys(read_config(name, "train"))
+def _checked(settings: dict[str, Any], name: str) -> dict[str, Any]:
+    settings = translate_keys(settings)
     correction = settings.get("correction")
     for key, value in (correction if isinstance(correction, dict) else {}).items():
         if value is None and key != "preset":

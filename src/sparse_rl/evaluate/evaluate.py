@@ -4,12 +4,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from sparse_rl.rollout import Engine, Progress, Sampling
+from sparse_rl.rollout import Engine, Sampling
 from sparse_rl.tasks import Graded, Rewards
 from sparse_rl.types import Prompt, Rollout, kv_saved_frac
 
@@ -56,15 +55,9 @@ class EvalConfig:
         )
 
 
-def evaluate(
-    engine: Engine,
-    prompts: list[Prompt],
-    sampling: Sampling,
-    rewards: Rewards,
-    on_step: Callable[[Progress], None] | None = None,
-) -> dict[str, float]:
+def evaluate(engine: Engine, prompts: list[Prompt], sampling: Sampling, rewards: Rewards) -> dict[str, float]:
     """reward, its standard error over prompts, graders that failed, length, truncation and KV saved."""
-    rollouts = engine.generate(prompts, sampling, on_step=on_step)
+    rollouts = engine.generate(prompts, sampling)
     return summary(rollouts, rewards.grade(rollouts, engine.loaded.tokenizer), sampling.n)
 
 

@@ -3,7 +3,8 @@
 
     out_t = sum_{s <= t, t - s < window} softmax_s(scale * q_t . k_s) v_s
 
-No mask of size T x T is ever built: full layers use the kernel's own causal flag, the rest goes in query blocks.
+No mask of size T x T is ever built: full layers use the kernel's own causal flag, the rest goes in query blocks. Packed
+rows go through flash attention where there is one; else sequences of about one length go side by side, padded behind.
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ from typing import Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from sparse_rl.kernels.backend import send
+
 QUERY_BLOCK = 256
+PADDED_TO = 32  # tokens
 
 
 def packed_attention(
@@ -31,7 +35,7 @@ def packed_attention(
     """Causal attention inside each packed sequence [boundaries[i], boundaries[i + 1]), as 1 H T D."""
     if q_1HTD.is_cuda and q_1HTD.dtype in (torch.bfloat16, torch.float16) and q_1HTD.shape[-1] <= 256:
         return packed_attention_flash(q_1HTD, k_1KTD, v_1KTD, boundaries, scale=scale, window=window)
-    return packed_attention_ref(q_1HTD, k_1KTD, v_1KTD, boundaries, scale=scale, window=window)
+    return packed_attention_padded(q_1HTD, k_1KTD, v_1KTD, boundaries, scale=scale, window=window)
 
 
 def packed_attention_flash(
@@ -57,9 +61,55 @@ def packed_attention_flash(
 
 
 @lru_cache(maxsize=2)  # every layer asks
+@torch.inference_mode(False)  # a learner asks too, whose backward pass takes no tensors made in that mode
 def _ends(boundaries: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor, int]:
-    ends = torch.tensor(boundaries, dtype=torch.int32, pin_memory=True).to(device, non_blocking=True)
-    return ends, max(b - a for a, b in pairwise(boundaries))
+    return send(torch.tensor(boundaries, dtype=torch.int32), device), max(b - a for a, b in pairwise(boundaries))
+
+
+def packed_attention_padded(
+    q_1HTD: torch.Tensor,
+    k_1KTD: torch.Tensor,
+    v_1KTD: torch.Tensor,
+    boundaries: list[int],
+    *,
+    scale: float,
+    window: int | None = None,
+) -> torch.Tensor:
+    """Sequences that round up to one length as one batch: no query sees the padding behind it.
+
+    One call a length, not one a sequence, whose gradients would each be as large as the row.
+    """
+    batches, slots_T = _batches(tuple(boundaries), q_1HTD.device)
+    group = q_1HTD.shape[1] // k_1KTD.shape[1] if q_1HTD.is_cuda else 1  # where only equal heads have a fast kernel
+    outputs = []
+    for tokens_BT in batches:
+        q, k, v = (
+            x[0].index_select(1, tokens_BT.flatten()).unflatten(1, tokens_BT.shape).transpose(0, 1)
+            for x in (q_1HTD, k_1KTD, v_1KTD)
+        )
+        if group > 1:
+            k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+        outputs.append(causal_attention_ref(q, k, v, scale=scale, window=window).transpose(1, 2).flatten(0, 1))
+    return torch.cat(outputs).index_select(0, slots_T).transpose(0, 1)[None]
+
+
+@lru_cache(maxsize=2)
+@torch.inference_mode(False)  # both as above
+def _batches(boundaries: tuple[int, ...], device: torch.device) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Of each batch the tokens, B x T, a sequence's last one for its padding; then where each token's output lies."""
+    by_length: dict[int, list[tuple[int, int]]] = {}
+    for a, b in pairwise(boundaries):
+        by_length.setdefault(-(-(b - a) // PADDED_TO) * PADDED_TO, []).append((a, b))
+    batches, used = [], 0
+    slots_T = torch.empty(boundaries[-1], dtype=torch.long)
+    for length, spans in by_length.items():
+        first, end = torch.tensor(spans).split(1, dim=1)
+        tokens_BT = first + torch.arange(length)
+        real_BT = tokens_BT < end
+        slots_T[tokens_BT[real_BT]] = used + real_BT.flatten().nonzero()[:, 0]
+        used += real_BT.numel()
+        batches.append(send(torch.minimum(tokens_BT, end - 1), device))
+    return batches, send(slots_T, device)
 
 
 def causal_attention_ref(
@@ -73,8 +123,9 @@ def causal_attention_ref(
     """Causal attention of the last T of S positions, as B H T D. A window counts the token itself."""
     num_queries, num_keys = q_BHTD.shape[2], k_BKSD.shape[2]
     reach = num_keys if window is None else min(window, num_keys)
+    grouped = q_BHTD.shape[1] != k_BKSD.shape[1]
     if num_queries == num_keys == reach:
-        return scaled_dot_product_attention(q_BHTD, k_BKSD, v_BKSD, is_causal=True, scale=scale, enable_gqa=True)
+        return scaled_dot_product_attention(q_BHTD, k_BKSD, v_BKSD, is_causal=True, scale=scale, enable_gqa=grouped)
 
     blocks = []
     for start in range(0, num_queries, QUERY_BLOCK):
@@ -91,7 +142,7 @@ def causal_attention_ref(
                 v_BKSD[:, :, first:last],
                 attn_mask=visible,
                 scale=scale,
-                enable_gqa=True,
+                enable_gqa=grouped,
             )
         )
     return torch.cat(blocks, dim=2)
@@ -106,7 +157,7 @@ def packed_attention_ref(
     scale: float,
     window: int | None = None,
 ) -> torch.Tensor:
-    """Causal attention inside each packed sequence [boundaries[i], boundaries[i + 1]), as 1 H T D."""
+    """Causal attention inside each packed sequence, one after the other: what the others must give."""
     spans = pairwise(boundaries)
     return torch.cat(
         [

@@ -160,7 +160,10 @@ def _sample_top(  # type: ignore[no-untyped-def]
     BLOCKS: tl.constexpr,
     LIST: tl.constexpr,
 ):
-    """A block's candidates for its row's list, sorted. Few blocks have any: `num_top` maxima stand above all others."""
+    """A block's candidates for its row's list, sorted. Few blocks have any: `num_top` maxima stand above all others.
+
+    Those that have none are not read again.
+    """
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     others = tl.arange(0, BLOCKS)
     maxima = tl.load(maxima_ptr + row * num_blocks + others, mask=others < num_blocks, other=float("-inf"))
@@ -169,7 +172,8 @@ def _sample_top(  # type: ignore[no-untyped-def]
     bound = tl.where(num_blocks < num_top, float("-inf"), bound)
 
     ids = block * BLOCK + tl.arange(0, BLOCK)
-    logits = tl.load(logits_ptr + row * row_stride + ids, mask=ids < size, other=float("-inf"))
+    end = tl.where(tl.load(maxima_ptr + row * num_blocks + block) < bound, 0, size)
+    logits = tl.load(logits_ptr + row * row_stride + ids, mask=ids < end, other=float("-inf"))
     scaled = logits.to(tl.float32) * inverse + 0.0
     packed = tl.where(scaled < bound, LOWEST, _pack(scaled, ids))
     top_ptr += (row * num_blocks + block) * num_top

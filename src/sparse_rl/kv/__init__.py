@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import asdict, fields
 from typing import Any
 
@@ -17,12 +18,14 @@ from sparse_rl.kv.policy import EvictPolicy, KVPolicy
 from sparse_rl.kv.quest import Quest
 from sparse_rl.kv.random import Random
 from sparse_rl.kv.rkv import RKV
-from sparse_rl.kv.schedule import load
+from sparse_rl.kv.schedule import load, made_for
 from sparse_rl.kv.select import SelectPolicy
 from sparse_rl.kv.snapkv import SnapKV
 from sparse_rl.kv.streaming import Streaming
 from sparse_rl.kv.tova import TOVA
 from sparse_rl.specs import suggestion
+
+logger = logging.getLogger(__name__)
 
 POLICIES: dict[str, type[KVPolicy]] = {
     policy.name: policy
@@ -47,7 +50,17 @@ def build_policy(policy: str = "full", **settings: Any) -> KVPolicy:
     built = POLICIES[policy](**settings)
     if isinstance(built, EvictPolicy):
         check_some_unread(built)
+    _warn_of_others_schedule(built)
     return built
+
+
+def _warn_of_others_schedule(policy: KVPolicy) -> None:
+    """Where the budget is a calibration's file, and it was found with another policy or other settings."""
+    own = {"policy": policy.name, **asdict(policy)}
+    other = {key: value for key, value in made_for(own.get("budget")).items() if own.get(key) != value}
+    if other:
+        said = ", ".join(f"{key} {value} (here {own.get(key)})" for key, value in other.items())
+        logger.warning("%s was found with %s; calibrate with the settings you train with.", own["budget"], said)
 
 
 def policy_record(policy: KVPolicy) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from sparse_rl.kernels.backend import use_triton
+from sparse_rl.kernels.backend import send, use_triton
 from sparse_rl.kernels.decode import LayerPool, decode_attention, write_entries
 from sparse_rl.kernels.landmarks import write_landmarks
 from sparse_rl.kernels.prefill import packed_attention
@@ -168,8 +168,8 @@ class PagedCache:
 
 def to_device(values: np.ndarray | list[int] | list[list[int]], device: torch.device) -> torch.Tensor:
     """Integers on the device, without waiting for what it is doing."""
-    tensor = torch.from_numpy(np.array(values, dtype=np.int64, order="C"))  # kernels count on rows without gaps
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+    # Kernels count on rows without gaps.
+    return send(torch.from_numpy(np.array(values, dtype=np.int64, order="C")), device)
 
 
 class DecodeStep:

@@ -126,6 +126,14 @@ def save(schedule: Schedule, path: Path, **provenance: Any) -> None:
     path.write_text(json.dumps({**provenance, **asdict(schedule)}) + "\n", encoding="utf-8")
 
 
+def made_for(budget: object) -> dict[str, Any]:
+    """The policy that a calibration's schedule was found with, and its settings; nothing of other budgets."""
+    if not isinstance(budget, str) or budget in published() or not Path(budget).is_file():
+        return {}
+    found = json.loads(Path(budget).read_text(encoding="utf-8")).get("kv")
+    return found if isinstance(found, dict) else {}
+
+
 @cache
 def published() -> dict[str, Schedule]:
     """Schedules by name."""

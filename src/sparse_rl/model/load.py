@@ -18,6 +18,7 @@ from sparse_rl.model import lora, smollm2
 from sparse_rl.model.attention import NAME, UnsupportedModelError
 from sparse_rl.model.dry_run import AttentionShape, dry_run
 from sparse_rl.model.tiny import FAMILIES, tiny_config, tiny_model, tiny_tokenizer
+from sparse_rl.specs import suggestion
 
 logger = logging.getLogger(__name__)
 
@@ -89,6 +90,13 @@ def load_reader(name: str) -> Reader:
     if name == "smollm2":
         return _smollm2(_read)
     return _read(str(EMBEDDED) if name == "embedded" else name)
+
+
+def check_name(name: str) -> None:
+    """Refuse at once what is like a name of ours and no folder: the hub would be asked for a minute, in vain."""
+    hint = suggestion(name, ("embedded", "smollm2", "tiny"))
+    if hint and "/" not in name and not Path(name).exists():
+        raise ValueError(f"model {name!r} is unknown{hint}; one of the hub is named with its owner, OWNER/{name}.")
 
 
 def check_device(device: str | torch.device) -> None:
@@ -188,6 +196,7 @@ def _read(name: str) -> Reader:
 @contextmanager
 def _saying_why_not(name: str) -> Iterator[None]:
     """Reading a folder or from the hub, with an error of one sentence."""
+    check_name(name)
     folder = Path(name)
     if folder.exists() and not (folder / "config.json").is_file():
         raise ValueError(f"model {name!r} is not a Hugging Face model folder: it has no config.json.")

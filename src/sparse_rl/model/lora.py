@@ -87,6 +87,16 @@ def adapters_off(model: PreTrainedModel) -> Iterator[None]:
         model.enable_adapters()
 
 
+def adapted_by_policy(part: Any) -> bool:
+    """Whether a module is a projection with one adapter like this file's: switched on, not merged, of its dtype."""
+    if not hasattr(part, "lora_A") or type(part).__name__ != "Linear" or part.disable_adapters or part.merged:
+        return False
+    if len(part.active_adapters) != 1 or part.active_adapters[0] not in part.lora_A or part.lora_variant:
+        return False
+    halves = [half[part.active_adapters[0]] for half in (part.lora_A, part.lora_B)]
+    return all(half.weight.dtype == part.base_layer.weight.dtype for half in halves)
+
+
 def base_name(folder: Path) -> str:
     """The model that a folder's adapter was trained on."""
     try:

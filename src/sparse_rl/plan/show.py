@@ -8,6 +8,7 @@ from typing import Any
 from sparse_rl.kv import EvictPolicy, Full, KVPolicy
 from sparse_rl.plan.advice import Remedy, remedies, rows_that_fit, sparse_policy, together
 from sparse_rl.plan.memory import Plan
+from sparse_rl.plan.records import Run
 
 STAGES = {
     "head": "while logits are scored",
@@ -65,8 +66,22 @@ def lines(plan: Plan) -> list[str]:
         "",
         f"rows in flight that fit: {dense:,} dense, {sparse:,} {_name(sparse_policy(run))}",
         summary(plan),
+        *_never_cut(plan.run),
     ]
     return text if plan.fits else text + _advice(plan)
+
+
+def _never_cut(run: Run) -> list[str]:
+    """A hint where the longest sequence is too short for the policy to evict anything."""
+    if not isinstance(run.kv, EvictPolicy) or run.auto:
+        return []
+    due = run.kv.trigger(run.prompt, run.length)
+    if run.length >= due:
+        return []
+    return [
+        f"{_name(run.kv)} is never cut at such lengths: it is due at {due:,} entries, and sequences have at most "
+        f"{run.length:,} tokens; a smaller kv.budget would save memory."
+    ]
 
 
 def rows_by_policy(plan: Plan) -> tuple[int, int]:

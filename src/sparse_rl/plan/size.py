@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 
 from sparse_rl.model.attention import NAME, no_mask
 from sparse_rl.model.dry_run import AttentionShape
-from sparse_rl.model.load import EMBEDDED
+from sparse_rl.model.load import EMBEDDED, check_name
 from sparse_rl.model.tiny import tiny_model
 from sparse_rl.train.layers import decoder_layers
 
@@ -63,6 +63,8 @@ def model_config(name: str, *, download: bool) -> PretrainedConfig:
     if name == "tiny" or name.startswith("tiny:"):
         return tiny_model(name.partition(":")[2] or "llama").config
     path = str(EMBEDDED) if name == "embedded" else name
+    if download:
+        check_name(name)
     try:
         config: Any = AutoConfig.from_pretrained(path, local_files_only=not download)
     except Exception as error:  # whatever the library, the hub or the file system says

@@ -63,41 +63,50 @@ def summary_lines(results: Results) -> list[str]:
 
 
 def schedule_table(results: Results) -> tuple[list[str], list[list[str]]]:
+    """A row a bin: its budget measured by itself, the next cheaper one, the schedule as run; that ends the table."""
     found, budgets = results["schedule"], results["budgets"]
     schedule = Schedule(tuple(found["starts"]), tuple(found["budgets"]))
-    by_budget = {run["budget"]: tails(run, results) for run in results["runs"]}
-    floor = tails(results["floor"], results)
-    verified = tails(results["verified"], results) if "verified" in results else None
-    head = ["context", "budget", "target", "alone", "next cheaper", "as run", "dense"]
+    cells = [tail_cells(run, results) for run in results["runs"]]
+    floor, verified = tails(results["floor"], results), results.get("verified")
+    as_run = tail_cells(verified, results) if verified else [NONE] * len(floor)
+    head = [
+        "context",
+        "budget",
+        "target",
+        "alone (95 %)",
+        "would be rejected",
+        "next cheaper",
+        "as run (95 %)",
+        "dense",
+    ]
     rows = []
     for i, (start, end) in enumerate(results["bins"]):
         budget = schedule.at(start)
         place = budgets.index(budget)
-        cheaper = by_budget[budgets[place - 1]][i] if place else math.nan
-        numbers = (
-            results["targets"][i],
-            by_budget[budget][i],
-            cheaper,
-            verified[i] if verified else math.nan,
-            floor[i],
-        )
-        rows.append([f"{start}-{end}", str(budget), *(_shown(number) for number in numbers)])
+        cheaper = tails(results["runs"][place - 1], results)[i] if place else math.nan
+        target, rejected = _shown(results["targets"][i]), _percent(results["runs"][place]["rejected_frac"])
+        alone = [cells[place][i], rejected, _shown(cheaper)]
+        rows.append([f"{start}-{end}", str(budget), target, *alone, as_run[i], _shown(floor[i])])
+    if verified:
+        rejected = f"{_percent(verified['rejected_frac'])} of {verified['rollouts']}"
+        rows.append(["as run", *[""] * 3, rejected, *[""] * 3])
     return head, rows
 
 
 def tail_table(results: Results) -> tuple[list[str], list[list[str]]]:
     """A row a budget, a column a bin, each with its interval."""
-    settings = results["settings"]
-    key = f"{settings['tail']}_interval"
-    rows = []
-    for name, run in [*((str(run["budget"]), run) for run in results["runs"]), ("dense", results["floor"])]:
-        groups = [each[settings["overlap"]][settings["tokens"]] for each in run["bins"]]
-        cells = []
-        for group, tail in zip(groups, tails(run, results), strict=True):
-            span = f" ({group[key][0]:.3f}-{group[key][1]:.3f})" if group is not None and key in group else ""
-            cells.append(_shown(tail) + span)
-        rows.append([name, *cells])
+    named = [*((str(run["budget"]), run) for run in results["runs"]), ("dense", results["floor"])]
+    rows = [[name, *tail_cells(run, results)] for name, run in named]
     return ["budget", *(f"{start}-{end}" for start, end in results["bins"])], rows
+
+
+def tail_cells(run: Results, results: Results) -> list[str]:
+    """The tail of each bin with its interval."""
+    settings, cells = results["settings"], []
+    for each, tail in zip(run["bins"], tails(run, results), strict=True):
+        span = (each[settings["overlap"]][settings["tokens"]] or {}).get(f"{settings['tail']}_interval")
+        cells.append(_shown(tail) + (f" ({span[0]:.3f}-{span[1]:.3f})" if span else ""))
+    return cells
 
 
 def budget_table(results: Results) -> tuple[list[str], list[list[str]]]:
@@ -106,8 +115,7 @@ def budget_table(results: Results) -> tuple[list[str], list[list[str]]]:
     named = [*((str(run["budget"]), run) for run in results["runs"]), ("dense", results["floor"])]
     named += [("schedule", results["verified"])] if "verified" in results else []
     for name, run in named:
-        shares = (f"{100 * run[key]:.1f} %" for key in ("kv_saved_frac", "kv_read_frac"))
-        rejected = f"{100 * run['rejected_frac']:.1f} %"
+        rejected, *shares = (_percent(run[key]) for key in ("rejected_frac", "kv_saved_frac", "kv_read_frac"))
         rows.append(
             [name, str(run["rollouts"]), f"{run['mean_length']:.0f}", rejected, f"{run['hazard']:.2g}", *shares]
         )
@@ -143,3 +151,7 @@ def _settings(results: Results) -> Html:
 
 def _shown(value: float) -> str:
     return NONE if math.isnan(value) else f"{value:.3f}"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 Results = dict[str, Any]
 SHOWN = 6  # budgets or bins drawn in one panel
+WIDTHS = (6.0, 4.5, 3.0, 1.5)  # of the studied targets' lines: where they coincide, all are seen
 
 
 def draw(results: Results, *, svg: bool) -> bytes:
@@ -86,13 +87,19 @@ def _imperfect(axes: Axes, results: Results) -> None:
         group = run["bins"][place][settings["overlap"]][settings["tokens"]]
         if group is not None and group["beta"] is not None and sum(group["histogram"]):
             found.append((run["budget"], group))
-    x = np.linspace(0.005, 0.995, 200)
-    for (budget, group), colour in zip(_some(found, 3), COLOURS, strict=False):
+    x, chosen = np.linspace(0.005, 0.995, 200), results["schedule"]["budgets"][-1]
+    own = [each for each in found if each[0] == chosen]
+    others = [each for each in found if each[0] != chosen]
+    shown = sorted([*own, *_some(others, 3 - len(own))], key=lambda each: each[0])
+    for (budget, group), colour in zip(shown, COLOURS, strict=False):
         beta, bars = group["beta"], np.array(group["histogram"])
         edges = np.linspace(0.0, PERFECT, len(bars) + 1)
         axes.stairs(bars / bars.sum() / np.diff(edges), edges, color=colour, fill=True, alpha=0.25)
-        label = f"{budget}: Beta({beta['a']:.2f}, {beta['b']:.2f}), KS {beta['ks']:.3f}, {beta['perfect']:.0%} perfect"
+        name = f"{budget}, chosen" if budget == chosen else f"{budget}"
+        label = f"{name}: Beta({beta['a']:.2f}, {beta['b']:.2f}), KS {beta['ks']:.3f}, {beta['perfect']:.0%} perfect"
         axes.plot(PERFECT * x, density(x, beta["a"], beta["b"]) / PERFECT, color=colour, label=label)
+    if not own:
+        axes.plot([], [], ls="", label=f"{chosen}, chosen: too few imperfect tokens")
     start, end = results["bins"][place]
     axes.set_title(f"Imperfect tokens, contexts {start}-{end}")
     axes.set_xlabel("overlap")
@@ -106,8 +113,8 @@ def _by_context(axes: Axes, results: Results) -> None:
     apart = [run for run in results["runs"] if np.nanmax(np.subtract(floor, tails(run, results)), initial=0.0) > 0.01]
     for run, colour in zip(_some(apart or results["runs"]), COLOURS, strict=False):
         axes.plot(x, tails(run, results), color=colour, marker="o", label=f"{run['budget']}")
-    axes.plot(x, floor, color=INK, ls="--", marker="s", label="dense")
-    axes.plot(x, results["targets"], color=INK, ls=":", label="target")
+    axes.plot(x, floor, color=INK, ls=":", marker="s", label="dense")
+    axes.plot(x, results["targets"], color=INK, ls="--", label="target")
     axes.set_title(f"{asked(results)}, by context")
     axes.set_xlabel("context, tokens")
 
@@ -123,7 +130,8 @@ def _by_budget(axes: Axes, results: Results) -> None:
         spans = [(group or {}).get(f"{settings['tail']}_interval", (math.nan, math.nan)) for group in groups]
         lows, highs = zip(*spans, strict=True)
         axes.fill_between(budgets, lows, highs, color=colour, alpha=0.15, lw=0)
-    axes.axhline(settings["target"], color=INK, ls=":")
+    for i, target in enumerate(sorted(set(results["targets"]))):  # several where they are relative to the dense cache
+        axes.axhline(target, color=INK, ls="--", zorder=3, label="target" if i == 0 else None)
     axes.set_title(f"{asked(results)}, by budget")
     axes.set_xlabel("budget, entries")
     axes.set_xscale("log", base=2)
@@ -133,13 +141,14 @@ def _by_budget(axes: Axes, results: Results) -> None:
 def _held(axes: Axes, results: Results) -> None:
     """Figure 3: what schedules of several targets hold, each bin's budget measured by itself; ours as it was run."""
     x, by_budget = _middles(results), {run["budget"]: tails(run, results) for run in results["runs"]}
-    for (target, found), colour in zip(results["studied"].items(), COLOURS, strict=False):
+    for (target, found), colour, width in zip(results["studied"].items(), COLOURS, WIDTHS, strict=False):
         schedule = Schedule(tuple(found["starts"]), tuple(found["budgets"]))
         held = [by_budget[schedule.at(start)][i] for i, (start, _) in enumerate(results["bins"])]
-        axes.plot(x, held, color=colour, marker="o", label=f"target {target}")
+        axes.plot(x, held, color=colour, lw=width, label=f"target {target}")
     if "verified" in results:
         axes.plot(x, tails(results["verified"], results), color=INK, marker="s", label="this schedule, as run")
-    axes.plot(x, tails(results["floor"], results), color=INK, ls="--", label="dense")
+    axes.plot(x, results["targets"], color=INK, ls="--", label="this target")
+    axes.plot(x, tails(results["floor"], results), color=INK, ls=":", label="dense")
     axes.set_title("What schedules hold")
     axes.set_xlabel("context, tokens")
 
@@ -147,11 +156,12 @@ def _held(axes: Axes, results: Results) -> None:
 def _schedules(axes: Axes, results: Results) -> None:
     """Figure 3's budgets."""
     end = results["bins"][-1][1]
-    drawn = [(f"target {target}", found, 1.5) for target, found in results["studied"].items()]
-    drawn.append(("this schedule", results["schedule"], 2.5))
-    for (label, found, width), colour in zip(drawn, [*COLOURS[: len(drawn) - 1], INK], strict=True):
-        budgets = [*found["budgets"], found["budgets"][-1]]
-        axes.plot([*found["starts"], end], budgets, drawstyle="steps-post", label=label, color=colour, lw=width)
+    drawn = [(f"target {target}", found, "-") for target, found in results["studied"].items()]
+    drawn.append(("this schedule", results["schedule"], "--"))
+    looks = zip([*COLOURS[: len(drawn) - 1], INK], [*WIDTHS[: len(drawn) - 1], 1.5], strict=True)
+    for (label, found, dash), (colour, width) in zip(drawn, looks, strict=True):
+        x, y = [*found["starts"], end], [*found["budgets"], found["budgets"][-1]]
+        axes.plot(x, y, drawstyle="steps-post", label=label, color=colour, lw=width, ls=dash)
     axes.plot([0, end], [0, end], color=INK, ls=":", lw=1, label="dense")
     axes.set_ylim(0, 1.1 * max(max(found["budgets"]) for _, found, _ in drawn))
     axes.set_title("Budget by context, entries")

@@ -169,12 +169,12 @@ def collapsed(run: Record, start: Estimate) -> bool:
     return start.mean - end > max(DROP, SURE * math.hypot(se or 0.0, start.se))
 
 
-def compare(first: Estimate, second: Estimate, margin: float = DROP) -> Literal["more", "no more", "unclear"]:
-    """Whether the first is clearly above the second, or surely by less than the margin."""
+def compare(first: Estimate, second: Estimate) -> Literal["more", "no more", "unclear"]:
+    """Whether the first is clearly above the second, or surely by less than DROP."""
     difference, error = first.mean - second.mean, math.hypot(first.se, second.se)
     if difference > CLEAR * error and difference >= LEAST:
         return "more"
-    return "no more" if difference + CLEAR * error < margin else "unclear"
+    return "no more" if difference + CLEAR * error < DROP else "unclear"
 
 
 def ratio(first: Estimate, second: Estimate) -> Estimate:

@@ -152,16 +152,16 @@ RUN = (
 )
 
 
-def _run(evidence: Evidence, bed: str, arm: str, budget: int, eps: float | None = None, updates: int = 1) -> list[str]:
+def _run(evidence: Evidence, bed: str, arm: str, budget: int, eps: float | None = None) -> list[str]:
     """A setting's numbers over its seeds."""
-    runs = evidence.runs(bed, arm, budget, eps=eps, updates=updates)
+    runs = evidence.runs(bed, arm, budget, eps=eps)
     if not runs:
         return ["missing"] + [NONE] * (len(RUN) - 2) + [f"0 of {SEEDS}"]
 
     def curve(name: str, at: slice, form: str) -> str:
-        return _plain(evidence.curve(bed, arm, budget, name, at, eps=eps, updates=updates), form)
+        return _plain(evidence.curve(bed, arm, budget, name, at, eps=eps), form)
 
-    ends = [number(evidence.end(bed, arm, budget, cache, eps=eps, updates=updates)) for cache in ("dense", "sparse")]
+    ends = [number(evidence.end(bed, arm, budget, cache, eps=eps)) for cache in ("dense", "sparse")]
     return [
         *ends,
         curve("kv_saved", slice(None), ".0%"),

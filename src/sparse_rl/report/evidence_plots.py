@@ -81,7 +81,7 @@ def _arms(figure: Figure, evidence: Evidence, bed: str) -> bool:
         panel.set_xlim(-0.5, len(budgets) - 0.5)
         panel.margins(y=0.1)
     figure.legend(
-        *panels[0].get_legend_handles_labels(),
+        *_legend(panels),
         loc="outside lower left",
         ncols=9,
         columnspacing=0.7,
@@ -111,7 +111,7 @@ def _curves(figure: Figure, evidence: Evidence, bed: str) -> bool:
         panel.set_title(f"Dense accuracy, budget {budget}")
         panel.set_xlabel("step")
         panel.margins(y=0.1)
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower left", ncols=8, fontsize=9)
+    figure.legend(*_legend(panels), loc="outside lower left", ncols=8, fontsize=9)
     return shown
 
 
@@ -177,7 +177,7 @@ def _matrix(figure: Figure, evidence: Evidence, bed: str) -> bool:
         panel.set_xticks(range(len(caches)), caches)
         panel.set_title(f"Accuracy by cache, trained at {budget} (± 1 s.e.)")
         panel.margins(y=0.1)
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower left", ncols=4)
+    figure.legend(*_legend(panels), loc="outside lower left", ncols=4)
     return shown
 
 
@@ -208,7 +208,7 @@ def _tails(figure: Figure, evidence: Evidence, bed: str) -> bool:
         panel.set_xlabel("KV read, of a dense cache")
         panel.xaxis.set_major_formatter("{x:.0%}")
         panel.margins(y=0.15)
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower left", ncols=6, fontsize=9)
+    figure.legend(*_legend(panels), loc="outside lower left", ncols=6, fontsize=9)
     return shown
 
 
@@ -269,3 +269,12 @@ def _points(panel: Axes, places: Sequence[float], found: list[Estimate], **look:
         x, y, error = zip(*there, strict=True)
         panel.errorbar(x, y, error, capsize=2, **look)
     return bool(there)
+
+
+def _legend(panels: Any) -> tuple[list[Any], list[str]]:
+    """Handles and names of what any panel has, each once."""
+    named: dict[str, Any] = {}
+    for panel in panels:
+        handles, labels = panel.get_legend_handles_labels()
+        named = dict(zip(labels, handles, strict=True)) | named
+    return list(named.values()), list(named)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ COLUMNS = {  # heading, metric, format
     "tok/s": ("rollout/tokens_per_s", "{:,.0f}"),
     "s": ("step_time", "{:.1f}"),
 }
+ZERO = re.compile(r"^-([0.]+%?)$")
 
 
 class Terminal(Observer):
@@ -105,4 +107,5 @@ def _reward(metrics: dict[str, Any], cache: str) -> str:
 
 
 def _cell(value: float | None, form: str) -> str:
-    return "" if value is None or not math.isfinite(value) else form.format(value)
+    """The number; one that is 0 as it is shown has no sign."""
+    return "" if value is None or not math.isfinite(value) else ZERO.sub(r"\1", form.format(value))

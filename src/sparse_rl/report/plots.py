@@ -23,6 +23,7 @@ MARKERS = {"o": "●", "s": "■", "^": "▲", "D": "◆"}  # with the seventh r
 DASHES = ("-", "--", ":", "-.")
 INK = "#1b1f24"
 POINTS = 100  # of a line; a longer one is drawn as means over blocks of steps
+SPAN = 0.05  # least of an axis of overlaps
 FLOOR = 1e-8  # where smaller values stand on a log axis
 
 
@@ -31,7 +32,7 @@ class Plot:
     name: str
     title: str
     metrics: dict[str, str]  # and what each is called in the plot
-    scale: Literal["linear", "share", "log", "evaluation"] = "linear"
+    scale: Literal["linear", "zero", "share", "overlap", "log", "evaluation"] = "linear"
     compared: int = 4  # how many of the metrics are drawn for several runs
 
 
@@ -44,9 +45,9 @@ PLOTS = (
     Plot("sparse", "Held-out reward, sparse cache (± 1 s.e.)", {"eval/sparse/reward": "mean"}, "evaluation"),
     Plot("rejection", "Rejected completions", REJECTED, "share"),
     Plot("xi", "Ratio xi", XI, "log", compared=1),
-    Plot("overlap", "Overlap", OVERLAP),
-    Plot("tail", "Lowest tail of overlap over context lengths", {"tail/overlap_lowest": "5th percentile"}),
-    Plot("length", "Completion length, tokens", {"completions/mean_length": "mean"}),
+    Plot("overlap", "Overlap", OVERLAP, "overlap"),
+    Plot("tail", "Lowest tail of overlap over context lengths", {"tail/overlap_lowest": "5th percentile"}, "overlap"),
+    Plot("length", "Completion length, tokens", {"completions/mean_length": "mean"}, "zero"),
     Plot("kv", "KV, of a dense cache", {"kv/saved_frac": "saved", "kv/peak_frac": "peak"}, "share"),
     Plot("kl", "Mismatch KL", {"rollout_corr/kl": "k1", "rollout_corr/k3_kl": "k3"}),
     Plot("grad_norm", "Gradient norm", {"grad_norm": "mean"}),
@@ -62,6 +63,7 @@ STYLE: dict[str, Any] = {
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
+    "axes.formatter.useoffset": False,
     "grid.alpha": 0.15,
     "legend.frameon": False,
     "legend.handlelength": 1.6,
@@ -163,7 +165,12 @@ def _figure(plot: Plot, runs: list[Run]) -> Figure:
         axes.set_yscale("log")
     if plot.scale == "share":
         axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:g} %")
+    if plot.scale in ("zero", "share"):
         axes.set_ylim(0, 1.05 * max(axes.dataLim.y1, 0.0) or 0.05)
+    if plot.scale == "overlap":  # at most 1, and no noise as large as the plot
+        low, high = axes.get_ylim()
+        high = min(max(high, (low + high + SPAN) / 2), 1.005)
+        axes.set_ylim(min(low, high - SPAN), high)
     if plot.scale == "evaluation":
         axes.set_ylim(_range(runs))
     return figure

@@ -34,7 +34,9 @@ WARM_UPS = 2  # steps before a capture: the first compiles
 # Round where the module rounds: with the digits a compiler keeps by itself, xi would measure the compiler too.
 COMPILER: dict[str, Any] = {"emulate_precision_casts": True}
 KEPT: list[torch.cuda.CUDAGraph] = []  # see `graph_memory`
-MAX_VARIANTS = 64  # of compiled code, which torch would end at 8: layers may be of several kinds
+# Layers may be of several kinds, so more variants than torch's 8. A float (a norm's eps, an adapter's scale) is one and
+# the same in all of them: a constant. By itself torch makes it a tensor on the CPU, kept for the backward pass.
+TRACING: dict[str, Any] = {"recompile_limit": 64, "specialize_float": True}
 
 
 class Decoder:
@@ -204,7 +206,7 @@ class Decoder:
         for part in before:
             part._compiled_call_impl = torch.compile(part._call_impl, dynamic=True, options=COMPILER)
         try:
-            with fused(self.groups), torch._dynamo.config.patch(recompile_limit=MAX_VARIANTS):
+            with fused(self.groups), torch._dynamo.config.patch(TRACING):
                 yield
         finally:
             for part, own in before.items():

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import torch
 
-from sparse_rl.kernels.sampling import request_key
 from sparse_rl.kv.cache import PagedCache
 from sparse_rl.kv.full import Full
 from sparse_rl.kv.pages import PagePool
@@ -23,6 +22,7 @@ from sparse_rl.kv.policy import EvictPolicy, KVPolicy
 from sparse_rl.model.load import LoadedModel
 from sparse_rl.rollout.decoder import Decoder
 from sparse_rl.rollout.loop import Loop, Progress
+from sparse_rl.rollout.requests import check_request, read_prompts, sequences_of
 from sparse_rl.rollout.rows import Rows
 from sparse_rl.rollout.runner import Runner
 from sparse_rl.rollout.sampler import Sampling
@@ -31,7 +31,6 @@ from sparse_rl.rollout.sequence import Sequence
 from sparse_rl.types import Prompt, Rollout
 
 MAX_ROWS = (1 << 16) - 1  # a GPU launches no more blocks of a kernel side by side
-MAX_REQUESTS = 1 << 22  # of a call
 HOST_SHARE = 0.5  # of free host memory, for a pool whose size is not given
 MAX_DECODERS = 4  # sets of graphs, one for each way to sample
 GPU_RESERVE = 0.1  # of a GPU's memory, left to prefill, logits and graphs
@@ -115,23 +114,9 @@ class Engine:
         these are a part of a longer list.
         """
         sampling = sampling or Sampling()
-        if isinstance(prompts, str):
-            raise ValueError("prompts is one string; give a list of prompts.")
-        inputs = [self._prompt(prompt, i) for i, prompt in enumerate(prompts)]
-        self._check(inputs, sampling, first)
-        sequences = [
-            Sequence(
-                request=(first + i) * sampling.n + sample,
-                prompt_idx=i,
-                prompt_len=len(prompt.ids),
-                max_tokens=min(
-                    sampling.max_tokens, prompt.max_tokens or sampling.max_tokens, self.context - len(prompt.ids)
-                ),
-                key=request_key(sampling.seed, (first + i) * sampling.n + sample),
-            )
-            for i, prompt in enumerate(inputs)
-            for sample in range(sampling.n)
-        ]
+        inputs = read_prompts(self.loaded, prompts)
+        check_request(self.loaded, inputs, sampling, first)
+        sequences = sequences_of(self.loaded, inputs, sampling, first)
         if not sequences:
             return []
         self._check_idle()
@@ -232,44 +217,6 @@ class Engine:
     def _page_bytes(self) -> int:
         return self.kv.page_bytes(self.loaded.shape, self.page_size)
 
-    def _prompt(self, prompt: Prompt | str | SequenceOf[int], index: int) -> Prompt:
-        if isinstance(prompt, str):
-            prompt = Prompt(ids=tuple(self.loaded.tokenizer(prompt).input_ids), text=prompt)
-        elif not isinstance(prompt, Prompt):
-            prompt = Prompt(ids=tuple(int(token) for token in prompt))
-        if not prompt.ids:
-            raise ValueError(f"prompt {index} is empty; give it at least one token.")
-        if prompt.max_tokens is not None and prompt.max_tokens < 1:
-            raise ValueError(f"prompt {index} has max_tokens {prompt.max_tokens}; it must be at least 1.")
-        return prompt
-
-    def _check(self, prompts: list[Prompt], sampling: Sampling, first: int) -> None:
-        vocabulary = self.loaded.vocab_size
-        if (first + len(prompts)) * sampling.n > MAX_REQUESTS:
-            raise ValueError(
-                f"{first + len(prompts)} prompts with sampling.n {sampling.n} are over {MAX_REQUESTS} samples; ask for "
-                "fewer."
-            )
-        for i, prompt in enumerate(prompts):
-            if len(prompt.ids) >= self.context:
-                raise ValueError(
-                    f"prompt {i} has {len(prompt.ids)} tokens and the model's context is {self.context}, "
-                    "which leaves no room for an answer; shorten it."
-                )
-            if not 0 <= min(prompt.ids) <= max(prompt.ids) < vocabulary:
-                raise ValueError(
-                    f"prompt {i} has token ids from {min(prompt.ids)} to {max(prompt.ids)}, but the model has "
-                    f"{vocabulary} tokens; use the model's own tokenizer."
-                )
-        for token in sampling.stop_ids or ():
-            if not 0 <= token < vocabulary:
-                raise ValueError(f"sampling.stop_ids has {token}, but the model has {vocabulary} tokens; leave it out.")
-        if sampling.top_logprobs > vocabulary:
-            raise ValueError(
-                f"sampling.top_logprobs is {sampling.top_logprobs}, but the model has {vocabulary} tokens; "
-                "ask for fewer."
-            )
-
     def _num_pages(self, sampling: Sampling, sequences: list[Sequence]) -> int:
         """The pool's size: as given, or enough for all rows, or what the free memory holds less a reserve.
 
@@ -315,15 +262,17 @@ class Engine:
                 f"the pool has {num_pages} pages ({num_pages * self._page_bytes} bytes), but prompt {worst.prompt_idx} "
                 f"({worst.prompt_len} tokens, up to {worst.max_tokens} sampled) needs {least}; set "
                 f"engine.pool_pages to at least {least} or engine.pool_bytes to at least {least * self._page_bytes}, "
-                f"or {self._smaller(worst)}."
+                f"or {self._smaller(worst, num_pages * self.page_size)}."
             )
 
-    def _smaller(self, sequence: Sequence) -> str:
-        """What makes a sequence need fewer pages."""
-        if entries_needed(self.kv, sequence) == sequence.prompt_len:
-            return "shorten the prompt"
+    def _smaller(self, sequence: Sequence, room: int) -> str:
+        """What makes a sequence fit into so many entries, all of its prompt among them at first."""
+        shorter = "shorten the prompt" if sequence.prompt_len > room else ""
         if not isinstance(self.kv, EvictPolicy):
-            return "lower sampling.max_tokens"
+            fewer = "lower sampling.max_tokens" if not shorter or sequence.max_tokens > room else ""
+            return " and ".join(filter(None, (shorter, fewer)))
+        if shorter:
+            return shorter
         return "turn off kv.protect_prompt" if self.kv.protect_prompt else "lower kv.budget or kv.interval"
 
     def _pages_needed(self, sequence: Sequence) -> int:

@@ -4,8 +4,8 @@
 At a few hundred rows a small product takes as long as its launch. The weights of such a group are laid one behind the
 other in memory and the module's parameters become views of that, so there is no second copy and nothing to keep in
 step: whoever updates the parameters in place updates both. While a decode step is compiled, the first projection of a
-group computes the product of all, and each takes its columns. What a sampler's adapter adds to a projection it adds to
-its columns.
+group computes the product of all, and each takes its columns. What an adapter adds to a projection, be it the sampler's
+or the policy's own, it adds to its columns.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
-from sparse_rl.model.sampler_adapter import Adapted, LowRank
+from sparse_rl.model.lora import adapted_by_policy
+from sparse_rl.model.sampler_adapter import Adapted
 
 GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
@@ -45,10 +46,23 @@ class Product:
     value: torch.Tensor | None = None
 
 
+class PolicyLowRank(nn.Module):
+    """What the policy's own adapter adds to a projection that peft has wrapped."""
+
+    def __init__(self, part: Any) -> None:
+        super().__init__()
+        name = part.active_adapters[0]
+        self.a, self.b, self.scale = part.lora_A[name], part.lora_B[name], part.scaling[name]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.b(self.a(x)) * self.scale
+        return out
+
+
 class Columns(nn.Module):
     """A projection as some columns of its group's product, which the first of the group computes and the last drops."""
 
-    def __init__(self, product: Product, start: int, stop: int, low_rank: LowRank | None, *, last: bool) -> None:
+    def __init__(self, product: Product, start: int, stop: int, low_rank: nn.Module | None, *, last: bool) -> None:
         super().__init__()
         self.product, self.low_rank = product, low_rank
         self.columns = (start, stop)
@@ -65,7 +79,7 @@ class Columns(nn.Module):
 
 class FirstColumns(Columns):
     def __init__(
-        self, product: Product, stop: int, low_rank: LowRank | None, weight: torch.Tensor, bias: torch.Tensor | None
+        self, product: Product, stop: int, low_rank: nn.Module | None, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> None:
         super().__init__(product, 0, stop, low_rank, last=False)
         self.register_buffer("weight", weight, persistent=False)
@@ -118,9 +132,11 @@ def fused(groups: list[Group]) -> Iterator[None]:
             group.owner._modules.update(parts)
 
 
-def _split(part: Any) -> tuple[Any, LowRank | None]:
-    """The projection itself, and what the sampler's adapter adds to it."""
-    return (part.base, part.low_rank) if isinstance(part, Adapted) else (part, None)
+def _split(part: Any) -> tuple[Any, nn.Module | None]:
+    """The projection itself, and what an adapter adds to it; one with two adapters stays as it is."""
+    if isinstance(part, Adapted):
+        return part.base, part.low_rank
+    return (part.base_layer, PolicyLowRank(part)) if adapted_by_policy(part) else (part, None)
 
 
 def _alike(parts: list[Any]) -> bool:

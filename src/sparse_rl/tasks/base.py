@@ -18,6 +18,7 @@ from __future__ import annotations
 import inspect
 import math
 import numbers
+import traceback
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
@@ -147,7 +148,7 @@ class Rewards:
                 try:
                     given[name] = function(**inputs)
                 except (Exception, SystemExit) as error:
-                    raise _broken(name, error) from error
+                    raise _broken(name, function, error) from error
             waiting = [name for name, value in given.items() if inspect.isawaitable(value)]
             if waiting:
                 given |= zip(waiting, run_together([given[name] for name in waiting]), strict=True)
@@ -155,9 +156,9 @@ class Rewards:
             for value in given.values():
                 if inspect.iscoroutine(value):
                     value.close()  # another function raised before it began
-        for name, value in given.items():
-            if isinstance(value, BaseException):
-                raise _broken(name, value) from value
+        for name, function in zip(self.names, self.functions, strict=True):
+            if isinstance(value := given[name], BaseException):
+                raise _broken(name, function, value) from value
         return given
 
 
@@ -170,8 +171,13 @@ def _takes(function: Reward, keyword: str) -> bool:
     return any(p.kind is inspect.Parameter.VAR_KEYWORD or (p.kind in named and p.name == keyword) for p in parameters)
 
 
-def _broken(name: str, error: BaseException) -> ValueError:
-    return ValueError(f"reward function {name!r} raised {type(error).__name__}: {error}; mend it, then resume.")
+def _broken(name: str, function: Reward, error: BaseException) -> ValueError:
+    """What it raised, and the last line of the function's own file on the way there."""
+    code = getattr(inspect.unwrap(function), "__code__", None) or getattr(type(function).__call__, "__code__", None)
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if code is not None and frame.filename == code.co_filename]
+    where = f" ({own[-1].filename}, line {own[-1].lineno})" if own else ""
+    return ValueError(f"reward function {name!r} raised {type(error).__name__}: {error}{where}; mend it, then resume.")
 
 
 def completion_texts(rollouts: list[Rollout], tokenizer: PreTrainedTokenizerBase) -> list[str]:
@@ -200,7 +206,10 @@ def _checked(given: Any, name: str, count: int) -> tuple[torch.Tensor, dict[int,
         kind = type(given).__name__
         raise ValueError(f"reward function {name!r} returned {kind}; it must return a list, one number a completion.")
     if len(given) != count:
-        raise ValueError(f"reward function {name!r} returned {len(given)} rewards for {count} completions.")
+        raise ValueError(
+            f"reward function {name!r} returned {len(given)} rewards for {count} completions; it is called "
+            "once with all of them, and must return one number each."
+        )
     rewards, failures = [], {}
     for i, value in enumerate(given):
         if isinstance(value, Failed):

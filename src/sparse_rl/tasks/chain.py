@@ -36,7 +36,6 @@ class Problems:
 
     prompts: torch.Tensor  # (n, prompt length)
     chains: torch.Tensor  # (n, chain length), the right one
-    answers: torch.Tensor  # (n,) 0 to 9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,9 +91,8 @@ class Chain:
         a, ask, equal, go, dot = (torch.full_like(steps, TOKEN[symbol]) for symbol in "a?=>.")
         columns = [a + letters[:, :-1], ask, steps, equal, totals, go, a + letters[:, 1:], left // 10, left % 10]
         written = torch.stack([*columns, *[dot] * self.filler], dim=2).flatten(1)
-        answers = totals[:, -1]
-        end = torch.stack([constant("!"), answers, constant(EOS)], dim=1)
-        return Problems(prompts=prompts, chains=torch.cat([written, end], dim=1), answers=answers)
+        end = torch.stack([constant("!"), totals[:, -1], constant(EOS)], dim=1)
+        return Problems(prompts=prompts, chains=torch.cat([written, end], dim=1))
 
     @property
     def rewards(self) -> Rewards:

@@ -88,7 +88,7 @@ def _recognise(row: Row) -> Layout:
             return layout
     raise ValueError(
         f"{row.where} has the columns {', '.join(row.columns) or 'none at all'}, in which no layout has a prompt; name "
-        "them with prompt_key and answer_key."
+        "them with --task.prompt_key and --task.answer_key."
     )
 
 

@@ -115,7 +115,10 @@ def check_known(text: str, ids: tuple[int, ...] | list[int], where: str, tokeniz
         return
     vocab = tokenizer.get_vocab()
     known = f", which knows only {''.join(sorted(vocab, key=vocab.__getitem__))!r}" if len(vocab) < 100 else ""
-    raise ValueError(f"{where} has {strange!r}, unknown to the model's tokenizer{known}; rewrite it.")
+    raise ValueError(
+        f"{where} has {strange!r}, unknown to the model's tokenizer{known}; give a model that can read it, such as "
+        "smollm2 or one of the hub, or rewrite it."
+    )
 
 
 def too_long(items: dict[str, T], length: Callable[[T], int], limit: int, remedy: str) -> list[str]:

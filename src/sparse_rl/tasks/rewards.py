@@ -102,6 +102,7 @@ REWARDS: dict[str, Callable[..., Reward]] = {
     "overlong": _overlong,
     "right_value": _right_value,
 }
+LISTED = 10  # functions of a file, where the one that was meant is not there
 RENAMED = {"boxed": "math, which finds the last \\boxed too and compares formulas"}
 
 
@@ -124,13 +125,23 @@ def import_function(path: str) -> Reward:
             f'reward {path!r}{hint} is not of the form "module:function" or "file.py:function", nor one of '
             f"{', '.join(REWARDS)}."
         )
+    if module_name.endswith(".py") and not Path(module_name).is_file():
+        raise ValueError(f"reward {path!r}{hint}: there is no file {module_name}; check the path.")
     try:
         module = _import_file(Path(module_name)) if module_name.endswith(".py") else _import_module(module_name)
     except (Exception, SystemExit) as error:
         raise ValueError(f"reward {path!r}{hint} cannot be imported: {type(error).__name__}: {error}.") from error
     function = getattr(module, function_name, None)
     if not callable(function):
-        raise ValueError(f"reward {path!r}: {module_name} has no function {function_name!r}.")
+        own = [
+            name
+            for name, value in vars(module).items()
+            if callable(value) and getattr(value, "__module__", "") == module.__name__
+        ]
+        has = f"it has {', '.join(own[:LISTED])}{', ...' if len(own) > LISTED else ''}" if own else "it has none"
+        raise ValueError(
+            f"reward {path!r}: {module_name} has no function {function_name!r}{suggestion(function_name, own)}; {has}."
+        )
     found: Reward = function
     return found
 

@@ -82,11 +82,20 @@ class RowsConfig:
         table = read_table(self.train_file)
         layout = self._layout_of(table)
         train = self._prompts(table, layout, rewards, tokenizer, context)
-        held_out = []
+        if self.template is None and tokenizer.chat_template and not all(prompt.messages for prompt in train):
+            logger.info(
+                "prompts that are strings go to the model as they are, though it has a chat template; "
+                "--task.template chat makes each a user's turn."
+            )
+        held_out, layouts = [], {layout.name}
         if self.eval_file:
             other = read_table(self.eval_file)
             held_out = self._prompts(other, self._layout_of(other), rewards, tokenizer, context)
-        settings = {"name": self.name, **asdict(self), "layout": layout.name, "train_sha256": table.sha256[:16]}
+            layouts.add(self._layout_of(other).name)
+        else:
+            logger.info("nothing is held out for evaluation; --task.eval_file names a file of prompts for it.")
+        settings = {"name": self.name, **asdict(self), "train_sha256": table.sha256[:16]}
+        settings |= {"layout": layout.name} if len(layouts) == 1 else {}  # else each file's own again, if it is resumed
         settings |= {"grading": asdict(grading)} if grading is not None else {}
         return Rows(train, rewards, tokenizer, held_out, settings=settings)
 

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Signs that a run is going wrong because of its sparse cache, each said once when it begins, with what to change.
+"""Signs that a run is going wrong, each said once when it begins, with what to change.
 
+    reward      for three steps no completion was better or worse than the others of its prompt
     rejection   more than 15 % of the completions of ten steps are rejected
     tail        in some bin of context lengths the tail of overlap is more than 0.06 under its target, beyond chance and
                 over 300 tokens or more, of as many steps as that takes
     length      completions have become a quarter shorter than they were, the first sign of a collapse
     kl          the mismatch KL still rises after 200 steps, by which it should have settled
 
+All but the first are signs of a cache that is too sparse, and are looked for where it is sparse.
 A sign is over after ten steps without it, and may then begin anew. `alarm/NAME` is 1 as long as it lasts.
 """
 
@@ -21,6 +23,7 @@ from sparse_rl.objective.tail import FAR, BinTail, Evidence
 logger = logging.getLogger(__name__)
 
 QUIET = 10  # steps without a sign after which it is over
+EQUAL = 3  # steps without an advantage before they are no chance
 WINDOW = 10  # steps a mean length or rate of rejection is taken over
 TAIL_TOKENS, SURE = 300, 2.0  # of a bin before it is judged; standard errors from what may be
 SHORTER = 0.75  # of the longest mean length
@@ -32,6 +35,7 @@ class Alarms:
 
     def __init__(self) -> None:
         self.on: dict[str, int] = {}  # steps since its sign was last seen
+        self.equal = 0  # steps since a completion had an advantage
         self.rejections: list[float] = []
         self.tails: dict[str, list[float]] = {}  # the evidence of a bin's tokens since it was judged
         self.far: dict[str, float] = {}  # bins that were judged bad, with their share of tokens far under the target
@@ -42,13 +46,24 @@ class Alarms:
     def look(
         self, step: int, metrics: dict[str, float], measured: list[BinTail], target: float, quantile: float
     ) -> dict[str, float]:
-        """Warn of what begins; returns the `alarm/*` metrics."""
+        """Warn of what begins with a sparse cache; returns the `alarm/*` metrics."""
         signs = {
             "rejection": self._rejection(metrics),
             "tail": self._tail(measured, target, quantile),
             "length": self._length(metrics),
             "kl": self._kl(step, metrics),
         }
+        return self._raise(signs)
+
+    def look_at_rewards(self, differ: bool, mean: float) -> dict[str, float]:
+        """The same with any cache: whether rewards of the step differ where they are compared, and their mean."""
+        self.equal = 0 if differ else self.equal + 1
+        sign = (
+            f"for {EQUAL} steps all completions of a prompt had the same reward, whatever the prompt ({mean:.3g} now)"
+        )
+        return self._raise({"reward": f"{sign}, so nothing is learnt" if self.equal >= EQUAL else ""})
+
+    def _raise(self, signs: dict[str, str]) -> dict[str, float]:
         for name, sign in signs.items():
             if sign:
                 if name not in self.on:

@@ -25,12 +25,14 @@ def check_folder(config: RunConfig, section: str = "task") -> None:
     names = ("run.json", *RunLog.FILES)
     taken = [name for name in names if (run / name).exists()] + [path.name for path in checkpoint.checkpoints(run)]
     if taken and not resume:
-        remedy = "resume it with --trainer.resume_from_checkpoint true, or " if taken[0] == "run.json" else ""
+        by_flag = "--trainer.resume_from_checkpoint true"
+        in_python = f"{type(config).__name__}(resume_from_checkpoint=True)"
+        remedy = f"resume it with {by_flag}, {in_python} in Python, or " if taken[0] == "run.json" else ""
         raise ValueError(f"{run} has a run in it ({taken[0]}); {remedy}give another --trainer.output_dir.")
     if resume and not (run / "run.json").exists():
         raise ValueError(f"there is no run to resume in {run}; leave out trainer.resume_from_checkpoint.")
-    recorded = _recorded(run).get("config") if resume else None
-    if recorded and section not in recorded:
+    config_then = recorded(run).get("config") if resume else None
+    if config_then and section not in config_then:
         raise ValueError(
             f"{run} has a run of another kind in it, without {section} settings; give another --trainer.output_dir."
         )
@@ -83,7 +85,7 @@ def chosen_state(config: RunConfig, optimizer_kind: str) -> tuple[Path | None, d
 def start_record(run: Path, settings: dict[str, Any], loaded: LoadedModel, num_processes: int = 1) -> None:
     """run.json: the settings and the machine of the last start, and when the run was first started."""
     path = run / "run.json"
-    started = _recorded(run).get("started")
+    started = recorded(run).get("started")
     if path.exists() and started is None:
         logger.warning("%s was damaged; it is written anew.", path)
     record = {
@@ -98,7 +100,7 @@ def start_record(run: Path, settings: dict[str, Any], loaded: LoadedModel, num_p
     write_whole(path, json.dumps(record, indent=1) + "\n")
 
 
-def _recorded(run: Path) -> dict[str, Any]:
+def recorded(run: Path) -> dict[str, Any]:
     """What run.json says; nothing if it is missing or damaged."""
     try:
         record = json.loads((run / "run.json").read_text())

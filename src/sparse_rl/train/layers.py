@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from sparse_rl.model.attention import keep_out_of_compiled_code
-from sparse_rl.rollout.decoder import COMPILER, MAX_VARIANTS, first_line
+from sparse_rl.rollout.decoder import COMPILER, TRACING, first_line
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ def learner_layers(model: PreTrainedModel, activations: Activations, *, compiles
         for layer in layers:
             forward = partial(_run_compiled, layer) if compiles else layer.forward
             layer.forward = _wrapped(forward, activations)
-        with torch._dynamo.config.patch(recompile_limit=MAX_VARIANTS) if compiles else nullcontext():
+        with torch._dynamo.config.patch(TRACING) if compiles else nullcontext():
             yield
     finally:
         for layer in layers:
@@ -56,16 +56,19 @@ def _compiled(forward: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(forward, dynamic=True, options=COMPILER)
 
 
-def _run_compiled(layer: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _run_compiled(layer: torch.nn.Module, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     """The layer compiled; a kind that cannot be compiled runs as it is, which is said once."""
     plain = type(layer).forward
+    if torch.is_grad_enabled() and not hidden_states.requires_grad:
+        # Of a frozen embedding: the first layer would be compiled apart, to leave this one gradient out.
+        hidden_states = hidden_states.detach().requires_grad_()
     if plain not in UNCOMPILED:
         try:
-            return _compiled(plain)(layer, *args, **kwargs)
+            return _compiled(plain)(layer, hidden_states, *args, **kwargs)
         except TorchDynamoException as error:
             UNCOMPILED.add(plain)
             logger.warning("the decoder layers cannot be compiled (%s); they learn as they are.", first_line(error))
-    return plain(layer, *args, **kwargs)
+    return plain(layer, hidden_states, *args, **kwargs)
 
 
 def _wrapped(forward: Callable[..., Any], activations: Activations) -> Callable[..., Any]:

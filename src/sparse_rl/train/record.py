@@ -76,7 +76,7 @@ def warn(rollouts: list[Rollout], graded: Graded, evicts: bool, warned: set[str]
         warned.add("budget")
         longest = max(len(rollout.prompt.ids) + len(rollout.token_ids) for rollout in rollouts)
         logger.warning(
-            "no cache was compressed: kv.budget + kv.interval exceeds the longest sequence, %d tokens; "
+            "no cache was ever cut: kv.budget + kv.interval exceeds the longest sequence, %d tokens; "
             "a smaller kv.budget would save memory.",
             longest,
         )

@@ -157,6 +157,7 @@ class Trainer:
         metrics = rollout_metrics(rollouts, graded, self._groups(rollouts)) | speed | updated.metrics | distilled
         evicts = isinstance(self.kv, EvictPolicy) and self.controller is None  # which lowers a budget by itself
         warn(rollouts, graded, evicts, run.warned)
+        metrics |= self.alarms.look_at_rewards(bool(advantages_R.any()), metrics["reward"])
         metrics |= self._control(rollouts, updated, metrics)
         run.remember(metrics)
         self.guards.check_finite()

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Going on with a run: what the command line does not give comes from the run's own settings, in run.json."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jsonargparse import ArgumentParser, Namespace
+
+
+def own_settings(parser: ArgumentParser, given: Namespace, section: str) -> dict[str, Any] | None:
+    """Those of the run that is to be resumed, as a config file has them.
+
+    None if no run is, or the folder has none with such a section: what is wrong there is said when it is opened.
+    """
+    folder, resume = (getattr(given["trainer"], name, None) for name in ("output_dir", "resume_from_checkpoint"))
+    if not resume or not isinstance(folder, str):
+        return None
+    from sparse_rl.train.folder import recorded
+
+    record = recorded(Path(folder)).get("config")
+    if not isinstance(record, dict) or not isinstance(record.get(section), dict):
+        return None
+    record["grading"] = record[section].get("grading", {})
+    record["trainer"] = record.get("trainer", {}) | {"output_dir": folder, "resume_from_checkpoint": resume}
+    if record.get("correction", {}).get("preset") == "custom":
+        fields = {name: value for name, value in record["correction"].items() if value is not None}
+        record["correction"] = fields | {"preset": "reweight_only"}  # all fields of which are the defaults
+    elif "correction" in record:
+        record["correction"] = {"preset": record["correction"]["preset"]}
+    known = {action.dest for action in parser._actions}
+    settings: dict[str, Any] = {}
+    for name, value in record.items():  # what is no setting here, such as a file's hash, is left out
+        if name in known:
+            settings[name] = value
+        elif isinstance(value, dict) and (kept := {key: value[key] for key in value if f"{name}.{key}" in known}):
+            settings[name] = kept
+    return settings
+
+
+def named(section: str, key: str, flags: list[str], configs: list[dict[str, Any]]) -> Any:
+    """The value that flags give a setting, or else the last config that has it; None if nobody gives it."""
+    option = f"--{section}.{key}"
+    by_flag = [flag.partition("=")[2] for flag in flags if flag.startswith(f"{option}=")]
+    by_flag += [value for flag, value in pairwise(flags) if flag == option]
+    if by_flag:
+        return by_flag[-1]
+    sections = [config[section] for config in configs if isinstance(config.get(section), dict)]
+    return next((settings[key] for settings in reversed(sections) if key in settings), None)
