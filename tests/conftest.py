@@ -9,9 +9,11 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import lru_cache
+from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before transformers imports Triton: its kernels then run on numpy
@@ -108,3 +110,15 @@ def prompts() -> Callable[..., list[list[int]]]:
         return [torch.randint(0, vocabulary, (length,), generator=generator).tolist() for length in lengths]
 
     return build
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Callable[[object], str]:
+    """config(settings) or config(text): a YAML file, new each time."""
+
+    def write(settings: object) -> str:
+        path = tmp_path / f"config{len(list(tmp_path.glob('config*')))}.yaml"
+        path.write_text(settings if isinstance(settings, str) else yaml.safe_dump(settings))
+        return str(path)
+
+    return write

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Slow, loop-by-loop float64 reference for the R-KV, SnapKV and streaming eviction policies.
+"""Slow, loop-by-loop float64 reference for the R-KV and SnapKV eviction policies.
 
 Everything is for one sequence, one layer and one KV head. ``keys`` is (n, d) in physical order and
 ``queries`` is (g, window, d): the last ``window`` queries of the g query heads sharing the KV head.
@@ -117,15 +117,6 @@ def keep(scores: np.ndarray, *, n: int, window: int, budget: int, protected: Set
     free.sort(key=lambda j: (float(scores[j]), j), reverse=True)
     kept.update(free[: budget - len(kept)])
     return sorted(kept)
-
-
-def keep_streaming(*, n: int, budget: int, sinks: int) -> list[int]:
-    """Ascending indices kept: the first ``sinks`` entries and the most recent budget - sinks."""
-    if n <= budget:
-        return list(range(n))
-    if budget < sinks:
-        raise ValueError(f"budget {budget} is below the {sinks} sinks")
-    return list(range(sinks)) + list(range(n - (budget - sinks), n))
 
 
 def cut_margin(

@@ -102,6 +102,11 @@ def test_every_command_of_the_results_is_one_that_exists(script, machine):
                 assert (program == "sparse-rl" and first in COMMANDS) or (ROOT / first).is_file(), command
 
 
+def test_what_was_cut_is_due_again(script):
+    records = [{"command": name, "commit": "new"} for name in "ab"] + [{"command": "c", "commit": "old"}]
+    assert script.outdated([records[0], records[1] | {"unfinished": True}, records[2]], "new") == ["b", "c"]
+
+
 def test_a_cut_evaluation_goes_on_and_is_copied(script, repository, monkeypatch):
     folder = Path("evals/smollm2")
     started = []

@@ -10,9 +10,9 @@ import subprocess
 import sys
 
 import pytest
+from commands import run
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from sparse_rl.cli import main
 from sparse_rl.model.tiny import tiny_model, tiny_tokenizer
 from sparse_rl.report.progress import ProgressLine
 from sparse_rl.rollout import Engine
@@ -21,18 +21,8 @@ SHORT = ["--sampling.stop_ids", "[]", "--sampling.max_tokens", "12"]
 SPARSE = ["--kv.policy", "rkv", "--kv.budget", "16", "--kv.interval", "8"]
 
 
-def run(*arguments: str, capsys) -> tuple[int, str, str]:
-    code = 0
-    try:
-        main(list(arguments))
-    except SystemExit as exit:
-        code = exit.code
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
-
-
-def test_generate_writes_one_json_line_a_sample(capsys):
-    code, out, err = run("generate", "ab", "cde", "--sampling.n", "2", *SHORT, *SPARSE, capsys=capsys)
+def test_generate_writes_one_json_line_a_sample():
+    code, out, err = run("generate", "ab", "cde", "--sampling.n", "2", *SHORT, *SPARSE)
     assert code == 0
     rows = sorted((json.loads(line) for line in out.splitlines()), key=lambda row: (row["index"], row["sample"]))
     assert [(row["prompt"], row["sample"]) for row in rows] == [("ab", 0), ("ab", 1), ("cde", 0), ("cde", 1)]
@@ -42,19 +32,19 @@ def test_generate_writes_one_json_line_a_sample(capsys):
     assert "tok/s" in err and "rows in flight" in err and "KV held" in err
 
 
-def test_prompts_from_a_text_file_jsonl_and_stdin(tmp_path, capsys, monkeypatch):
+def test_prompts_from_a_text_file_jsonl_and_stdin(tmp_path, monkeypatch):
     (tmp_path / "a.txt").write_text("one\n\ntwo\n")
-    _, out, _ = run("generate", "--prompts", str(tmp_path / "a.txt"), *SHORT, capsys=capsys)
+    _, out, _ = run("generate", "--prompts", str(tmp_path / "a.txt"), *SHORT)
     assert [json.loads(line)["prompt"] for line in out.splitlines()] == ["one", "two"]
     (tmp_path / "a.jsonl").write_text('{"prompt": "x\\ny"}\n')
-    _, out, _ = run("generate", "--prompts", str(tmp_path / "a.jsonl"), *SHORT, capsys=capsys)
+    _, out, _ = run("generate", "--prompts", str(tmp_path / "a.jsonl"), *SHORT)
     assert [json.loads(line)["prompt"] for line in out.splitlines()] == ["x\ny"]
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("\ufefffrom stdin\n".encode())))
-    _, out, _ = run("generate", *SHORT, capsys=capsys)
+    _, out, _ = run("generate", *SHORT)
     assert [json.loads(line)["prompt"] for line in out.splitlines()] == ["from stdin"]
 
 
-def test_chat_messages_use_the_models_template(tmp_path, capsys):
+def test_chat_messages_use_the_models_template(tmp_path):
     tiny_model().save_pretrained(tmp_path / "model")
     tokenizer = tiny_tokenizer()
     turns = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
@@ -62,21 +52,21 @@ def test_chat_messages_use_the_models_template(tmp_path, capsys):
     tokenizer.save_pretrained(tmp_path / "model")
     (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": [{"role": "user", "content": "hi"}]}) + "\n")
     arguments = ["generate", "--prompts", str(tmp_path / "a.jsonl"), *SHORT]
-    _, out, _ = run(*arguments, "--model", str(tmp_path / "model"), capsys=capsys)
+    _, out, _ = run(*arguments, "--model", str(tmp_path / "model"))
     assert json.loads(out)["prompt"] == "user: hi\nassistant:"
-    code, _, err = run(*arguments, capsys=capsys)
+    code, _, err = run(*arguments)
     assert code == 2 and "no chat template" in err
     (tmp_path / "a.jsonl").write_text('{"prompt": [1]}\n')
     tokenizer.chat_template = "{{ raise_exception('only users here') }}"
     tokenizer.save_pretrained(tmp_path / "model")
-    code, _, err = run(*arguments, "--model", str(tmp_path / "model"), capsys=capsys)
+    code, _, err = run(*arguments, "--model", str(tmp_path / "model"))
     assert code == 2 and "chat template refuses" in err
 
 
-def test_compare_shows_both_and_the_overlap_of_every_token(tmp_path, capsys):
+def test_compare_shows_both_and_the_overlap_of_every_token(tmp_path):
     output = tmp_path / "out.jsonl"
     prompt = "a prompt of more than sixteen tokens"
-    code, out, _ = run("generate", prompt, "--compare", "--output", str(output), *SHORT, *SPARSE, capsys=capsys)
+    code, out, _ = run("generate", prompt, "--compare", "--output", str(output), *SHORT, *SPARSE)
     assert code == 0 and "dense" in out and "sparse" in out and "overlap mean" in out and "KV saved" in out
     row = json.loads(output.read_text())
     assert len(row["overlap"]) == len(row["dense_logprobs"]) == 12
@@ -88,11 +78,11 @@ def test_compare_shows_both_and_the_overlap_of_every_token(tmp_path, capsys):
     assert int(peaks[1]) < int(peaks[2]), "the other side is dense"
 
 
-def test_compare_of_a_large_vocabulary_gives_bounds(tmp_path, capsys, monkeypatch):
+def test_compare_of_a_large_vocabulary_gives_bounds(tmp_path, monkeypatch):
     monkeypatch.setattr("sparse_rl.objective.mismatch.EXACT_VOCABULARY", 10)
     output = tmp_path / "out.jsonl"
     arguments = ["a prompt of more than sixteen tokens", "--sampling.temperature", "0.5", "--output", str(output)]
-    _, out, _ = run("generate", *arguments, "--compare", *SHORT, *SPARSE, capsys=capsys)
+    _, out, _ = run("generate", *arguments, "--compare", *SHORT, *SPARSE)
     row = json.loads(output.read_text())
     assert "lower bound" in out
     assert all(a <= b for a, b in zip(row["overlap"], row["overlap_upper"], strict=True))
@@ -100,44 +90,44 @@ def test_compare_of_a_large_vocabulary_gives_bounds(tmp_path, capsys, monkeypatc
     assert row["dense_logprobs"][0] == pytest.approx(row["sampler_logprobs"][0], abs=1e-4)
 
 
-def test_logits_that_are_not_finite_exit_with_1(capsys, monkeypatch):
+def test_logits_that_are_not_finite_exit_with_1(monkeypatch):
     def fail(*args, **kwargs):
         raise FloatingPointError("not finite")
 
     monkeypatch.setattr(Engine, "generate", fail)
-    code, _, err = run("generate", "a", capsys=capsys)
+    code, _, err = run("generate", "a")
     assert code == 1 and "not finite" in err
 
 
-def test_dtype_is_used(capsys):
-    rows = [json.loads(run("generate", "abc", "--dtype", d, *SHORT, capsys=capsys)[1]) for d in ("float32", "bfloat16")]
+def test_dtype_is_used():
+    rows = [json.loads(run("generate", "abc", "--dtype", d, *SHORT)[1]) for d in ("float32", "bfloat16")]
     assert rows[0]["sampler_logprobs"] != rows[1]["sampler_logprobs"]
 
 
-def test_settings_from_a_file_and_flags_over_it(tmp_path, capsys):
+def test_settings_from_a_file_and_flags_over_it(tmp_path):
     config = tmp_path / "config.yaml"
     config.write_text("kv: {policy: streaming, budget: 8, interval: 4}\nsampling: {max_tokens: 5, stop_ids: []}\n")
-    _, out, _ = run("generate", "abc", "--config", str(config), "--sampling.max_tokens", "20", capsys=capsys)
+    _, out, _ = run("generate", "abc", "--config", str(config), "--sampling.max_tokens", "20")
     row = json.loads(out)
     assert len(row["token_ids"]) == 20 and max(row["kv"]["held"]) == 12
 
 
-def test_stop_strings_and_ids_as_flags(capsys):
-    _, out, _ = run("generate", "abc", "--sampling.max_tokens", "300", "--sampling.stop", "é", capsys=capsys)
+def test_stop_strings_and_ids_as_flags():
+    _, out, _ = run("generate", "abc", "--sampling.max_tokens", "300", "--sampling.stop", "é")
     assert json.loads(out)["finish_reason"] in ("stop", "stop_string")
-    _, out, _ = run("generate", "--sampling.stop", '["a", "b"]', "--sampling.max_tokens", "300", "abc", capsys=capsys)
+    _, out, _ = run("generate", "--sampling.stop", '["a", "b"]', "--sampling.max_tokens", "300", "abc")
     assert json.loads(out)["completion"][-1] in "ab" or json.loads(out)["finish_reason"] == "stop"
     every = str(list(range(259)))
-    _, out, _ = run("generate", "abc", "--sampling.max_tokens", "300", "--sampling.stop_ids", every, capsys=capsys)
+    _, out, _ = run("generate", "abc", "--sampling.max_tokens", "300", "--sampling.stop_ids", every)
     assert len(json.loads(out)["token_ids"]) == 1
 
 
-def test_help_names_every_setting_without_a_model(capsys):
-    code, out, _ = run("generate", "--help", capsys=capsys)
+def test_help_names_every_setting_without_a_model():
+    code, out, _ = run("generate", "--help")
     assert code == 0
     for setting in ("--kv.policy", "--kv.protect_prompt", "--sampling.top_p", "--engine.pool_bytes", "--compare"):
         assert setting in out
-    code, out, _ = run("--help", capsys=capsys)
+    code, out, _ = run("--help")
     assert code == 0 and "generate" in out
 
 
@@ -167,8 +157,8 @@ def refused_models(tmp_path_factory) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(("name", "message"), [("sinks", "s_aux"), ("convolution", "conv"), ("dropout", "dropout")])
-def test_unsupported_models(name, message, refused_models, capsys):
-    code, out, err = run("generate", "a", "--model", refused_models[name], capsys=capsys)
+def test_unsupported_models(name, message, refused_models):
+    code, out, err = run("generate", "a", "--model", refused_models[name])
     assert (code, out) == (2, "") and message in err.splitlines()[-1]
 
 
@@ -215,9 +205,9 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_bad_input_gets_one_sentence(case, capsys):
+def test_bad_input_gets_one_sentence(case):
     arguments, message = BAD[case]
-    code, out, err = run(*arguments, capsys=capsys)
+    code, out, err = run(*arguments)
     assert code == 2
     assert message in (err or out)
     if err:
@@ -235,29 +225,29 @@ def test_bad_input_gets_one_sentence(case, capsys):
     ],
     ids=["empty", "no prompt", "not json", "nested", "binary"],
 )
-def test_bad_prompt_files(content, message, tmp_path, capsys):
+def test_bad_prompt_files(content, message, tmp_path):
     (tmp_path / "a.jsonl").write_bytes(content)
-    code, _, err = run("generate", "--prompts", str(tmp_path / "a.jsonl"), capsys=capsys)
+    code, _, err = run("generate", "--prompts", str(tmp_path / "a.jsonl"))
     assert code == 2 and message in err
 
 
-def test_prompts_with_unusual_characters(tmp_path, capsys):
+def test_prompts_with_unusual_characters(tmp_path):
     """A byte-order mark, CRLF, separators that are no newline, brackets that rich would read as markup."""
     (tmp_path / "a.txt").write_bytes('\ufeff{"prompt": "a\u2028b"}\r\n{"prompt": "c"}\r\n'.encode())
-    _, out, _ = run("generate", "--prompts", str(tmp_path / "a.txt"), *SHORT, capsys=capsys)
+    _, out, _ = run("generate", "--prompts", str(tmp_path / "a.txt"), *SHORT)
     assert sorted(json.loads(line)["prompt"] for line in out.splitlines()) == ["a\u2028b", "c"]
-    code, out, _ = run("generate", "[/x] [bold]hi[/bold] long enough", "--compare", *SHORT, *SPARSE, capsys=capsys)
+    code, out, _ = run("generate", "[/x] [bold]hi[/bold] long enough", "--compare", *SHORT, *SPARSE)
     assert code == 0 and "[/x] [bold]hi[/bold]" in out
 
 
-def test_output_is_json_under_truncation(capsys):
+def test_output_is_json_under_truncation():
     arguments = ["--sampling.top_k", "2", "--sampling.top_logprobs", "4"]
-    _, out, _ = run("generate", "abc", *SHORT, *arguments, capsys=capsys)
+    _, out, _ = run("generate", "abc", *SHORT, *arguments)
     row = json.loads(out, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
     assert row["top_logprobs"][0][2:] == [None, None]
 
 
-def test_what_had_finished_is_written_when_a_run_is_interrupted(tmp_path, capsys, monkeypatch):
+def test_what_had_finished_is_written_when_a_run_is_interrupted(tmp_path, monkeypatch):
     shown = ProgressLine.show
 
     def interrupt(self, progress):
@@ -268,7 +258,7 @@ def test_what_had_finished_is_written_when_a_run_is_interrupted(tmp_path, capsys
     monkeypatch.setattr(ProgressLine, "show", interrupt)
     output = tmp_path / "out.jsonl"
     arguments = ["--engine.rows", "1", "--sampling.n", "5", "--output", str(output)]
-    code, _, err = run("generate", "abc", *SHORT, *arguments, capsys=capsys)
+    code, _, err = run("generate", "abc", *SHORT, *arguments)
     assert code == 130 and "interrupted" in err
     assert len(output.read_text().splitlines()) == 3
 
@@ -296,26 +286,26 @@ def test_a_closed_pipe_is_no_error():
         ("compare: maybe\n", "compare"),
     ],
 )
-def test_wrong_types_in_a_config_file(text, message, tmp_path, capsys):
+def test_wrong_types_in_a_config_file(text, message, tmp_path):
     (tmp_path / "c.yaml").write_text(text)
-    code, _, err = run("generate", "a", "--config", str(tmp_path / "c.yaml"), capsys=capsys)
+    code, _, err = run("generate", "a", "--config", str(tmp_path / "c.yaml"))
     assert code == 2 and message in err and len(err.strip().splitlines()) == 1
 
 
-def test_unknown_keys_in_a_config_file(tmp_path, capsys):
+def test_unknown_keys_in_a_config_file(tmp_path):
     (tmp_path / "c.yaml").write_text("kv: {bugdet: 3}\n")
-    code, _, err = run("generate", "a", "--config", str(tmp_path / "c.yaml"), capsys=capsys)
+    code, _, err = run("generate", "a", "--config", str(tmp_path / "c.yaml"))
     assert code == 2 and "kv.bugdet" in err and "kv.budget" in err
 
 
-def test_existing_output_is_never_overwritten(tmp_path, capsys):
+def test_existing_output_is_never_overwritten(tmp_path):
     output = tmp_path / "out.jsonl"
     output.write_text("precious")
-    code, _, err = run("generate", "a", "--output", str(output), *SHORT, capsys=capsys)
+    code, _, err = run("generate", "a", "--output", str(output), *SHORT)
     assert code == 2 and "not overwritten" in err and output.read_text() == "precious"
 
 
-def test_a_failed_run_leaves_no_empty_file(tmp_path, capsys):
+def test_a_failed_run_leaves_no_empty_file(tmp_path):
     output = tmp_path / "out.jsonl"
-    code, _, _ = run("generate", "a", "--output", str(output), "--model", "./nowhere", capsys=capsys)
+    code, _, _ = run("generate", "a", "--output", str(output), "--model", "./nowhere")
     assert code == 2 and not output.exists()

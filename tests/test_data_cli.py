@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from test_train_cli import run
+from commands import run
 
 from sparse_rl.tasks.benchmarks import BENCHMARKS
 

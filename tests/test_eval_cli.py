@@ -10,8 +10,8 @@ from html.parser import HTMLParser
 
 import pytest
 import small_eval
+from commands import run
 from small_eval import toy
-from test_cli import run
 
 from sparse_rl.evaluate.store import Store
 from sparse_rl.report.eval_live import duration
@@ -46,10 +46,10 @@ class Page(HTMLParser):
         self.text += data
 
 
-def test_one_command_gives_samples_tables_and_a_page(data, tmp_path, capsys):
+def test_one_command_gives_samples_tables_and_a_page(data, tmp_path):
     output = tmp_path / "out"
     arguments = [*SMALL, "--benchmarks", "toy", "lookup:pairs=2", "--data-dir", data, "--output", str(output)]
-    code, out, err = run(*arguments, capsys=capsys)
+    code, out, err = run(*arguments)
     assert code == 0, err
     results = json.loads((output / "results.json").read_text())
     markdown = (output / "table.md").read_text()
@@ -66,14 +66,14 @@ def test_one_command_gives_samples_tables_and_a_page(data, tmp_path, capsys):
     assert results["commit"] is None or results["commit"] in markdown
     before = samples = {path: path.read_bytes() for path in output.rglob("samples.jsonl")}
     assert len(samples) == 4 and all(text.count(b"\n") == 12 for text in samples.values())
-    code, _, err = run(*arguments, "--resume", capsys=capsys)
+    code, _, err = run(*arguments, "--resume")
     assert code == 0 and "24 of them done before" in err
     assert before == {path: path.read_bytes() for path in output.rglob("samples.jsonl")}
 
 
-def test_the_page_needs_nothing_and_believes_nothing(data, tmp_path, capsys):
+def test_the_page_needs_nothing_and_believes_nothing(data, tmp_path):
     output = tmp_path / "out"
-    run(*SMALL, "--benchmarks", "toy", "--data-dir", data, "--output", str(output), capsys=capsys)
+    run(*SMALL, "--benchmarks", "toy", "--data-dir", data, "--output", str(output))
     results = json.loads((output / "results.json").read_text())
     evil = "<script>alert(1)</script><img src=http://evil.example/x>"
     path = output / results["cells"][0]["samples_file"]
@@ -92,15 +92,15 @@ def test_the_page_needs_nothing_and_believes_nothing(data, tmp_path, capsys):
     assert "<script" not in markdown and "<img" not in markdown and "a\\|b&lt;script" in markdown
 
 
-def test_a_dry_run_says_what_would_run(data, tmp_path, capsys):
+def test_a_dry_run_says_what_would_run(data, tmp_path):
     arguments = [*SMALL, "--benchmarks", "toy", "lookup:pairs=2", "--data-dir", data, "--dry-run"]
-    code, out, _ = run(*arguments, "--models", "tiny", "no/such-model", capsys=capsys)
+    code, out, _ = run(*arguments, "--models", "tiny", "no/such-model")
     assert code == 0 and "8 cells: 2 models x 2 benchmarks x 2 caches (full, rkv:16)" in out
     assert "96 samples, at most 480 tokens" in out and "n is 2 instead of 1" in " ".join(out.split())
     assert list(tmp_path.iterdir()) == [tmp_path / "data"] and "…" not in out
 
 
-def test_an_error_leaves_a_partial_table(data, tmp_path, capsys, monkeypatch):
+def test_an_error_leaves_a_partial_table(data, tmp_path, monkeypatch):
     """The first cell, one block, is written; the second is not."""
     output, real, written = tmp_path / "out", Store.append, []
 
@@ -111,7 +111,7 @@ def test_an_error_leaves_a_partial_table(data, tmp_path, capsys, monkeypatch):
         return real(self, *args, **kwargs)
 
     monkeypatch.setattr(Store, "append", append)
-    code, _, err = run(*SMALL, "--benchmarks", "toy", "--data-dir", data, "--output", str(output), capsys=capsys)
+    code, _, err = run(*SMALL, "--benchmarks", "toy", "--data-dir", data, "--output", str(output))
     assert (
         code != 0 and "the disk is full" in err and "table.md and report.html hold what is done. PARTIAL: 1 of 2" in err
     )
@@ -120,13 +120,13 @@ def test_an_error_leaves_a_partial_table(data, tmp_path, capsys, monkeypatch):
     assert "PARTIAL: 1 of 2 cells are done." in Page((output / "report.html").read_text()).text
     monkeypatch.setattr(Store, "append", real)
     arguments = (*SMALL, "--benchmarks", "toy", "--data-dir", data, "--output", str(output), "--resume")
-    assert run(*arguments, capsys=capsys)[0] == 0 and "partial" not in (output / "table.md").read_text()
+    assert run(*arguments)[0] == 0 and "partial" not in (output / "table.md").read_text()
 
 
-def test_settings_from_a_file(data, tmp_path, capsys):
+def test_settings_from_a_file(data, tmp_path):
     config = tmp_path / "eval.yaml"
     config.write_text(f"models: [tiny]\nbenchmarks: [toy]\nkv: [full, 'rkv:16']\ndata_dir: {data}\nproblems: 3\n")
-    code, out, err = run("eval", "--config", str(config), "--dry-run", capsys=capsys)
+    code, out, err = run("eval", "--config", str(config), "--dry-run")
     assert code == 0 and "3 samples" not in err and "6 samples" in out
 
 
@@ -155,17 +155,17 @@ def test_settings_from_a_file(data, tmp_path, capsys):
         ("--models tiny --benchmarks lookup --output file", "something else than an evaluation"),
     ],
 )
-def test_a_wrong_argument_is_one_sentence(arguments, said, tmp_path, capsys, monkeypatch):
+def test_a_wrong_argument_is_one_sentence(arguments, said, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     (tmp_path / "file").write_text("")
-    code, _, err = run("eval", *arguments.split(), capsys=capsys)
+    code, _, err = run("eval", *arguments.split())
     last = err.strip().splitlines()[-1]
     assert code == 2 and said in last and "Traceback" not in err
 
 
-def test_help_is_worth_reading(capsys):
-    code, out, _ = run("eval", "--help", capsys=capsys)
+def test_help_is_worth_reading():
+    code, out, _ = run("eval", "--help")
     assert code == 0
     for word in ("--resume", "--kv", "rkv:128", "sparse-rl", "--engine.rows", "256 on a GPU", "--unsafe-code"):
         assert word in out

@@ -8,8 +8,8 @@ import shutil
 
 import pytest
 import torch
+from commands import assert_one_sentence, run
 from small_run import small_trainer
-from test_train_cli import assert_one_sentence, run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sparse_rl.evaluate import EvalConfig

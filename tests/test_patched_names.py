@@ -31,6 +31,8 @@ def names(file: Path) -> list[str]:
 @pytest.mark.parametrize("file", ON_GPU, ids=lambda file: file.stem)
 def test_names_that_gpu_tests_patch_are_there(file):
     for name in names(file):
+        if name.endswith("_triton"):
+            pytest.importorskip("triton")
         pkgutil.resolve_name(name)
 
 
@@ -39,7 +41,7 @@ def test_every_module_that_asks_for_triton_can_be_told_to_do_without(monkeypatch
     importing = {
         f"sparse_rl.{file.relative_to(SOURCE).with_suffix('').as_posix().replace('/', '.')}"
         for file in SOURCE.rglob("*.py")
-        if "import use_triton" in file.read_text(encoding="utf-8")
+        if re.search(r"import .*\buse_triton", file.read_text(encoding="utf-8"))
     }
     assert {module.__name__ for module in askers()} == importing
     run_the_references(monkeypatch)

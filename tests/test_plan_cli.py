@@ -7,7 +7,7 @@ import json
 
 import pytest
 import yaml
-from test_train_cli import run
+from commands import run
 
 from sparse_rl.cli.plan import warn_of_memory
 from sparse_rl.cli.train import read, train_parser
@@ -78,6 +78,13 @@ def test_a_budget_that_moves_is_planned_at_its_largest():
     assert "up to 2048 + 128 entries a row" in given["formulas"]["KV pool"]
     code, _, err = run("plan", *base, "--kv.budget", "auto", "--control.smallest", "8192")
     assert code == 2 and "control.auto has no budget to choose from" in err and "Lower control.smallest" in err
+
+
+def test_a_cache_that_is_never_cut_is_told_of():
+    """Sequences of 100 + 195 tokens; a cut is due at budget + 8 entries."""
+    for budget, told in (("287", False), ("288", True)):
+        _, out, _ = run("plan", "--prompt", "100", "--kv.budget", budget)
+        assert ("never cut at such lengths: it is due at 296 entries, and sequences have at most 295" in out) == told
 
 
 def test_recipes_and_models_at_hand_need_no_download():
@@ -155,3 +162,16 @@ def test_training_warns_before_it_loads_what_will_not_fit(monkeypatch, caplog):
     settings.device = "cpu"
     warn_of_memory(settings, parts)
     assert not caplog.records
+
+
+def test_its_own_settings_come_first_and_a_misspelled_model_never_asks_the_hub(monkeypatch):
+    _, out, _ = run("plan", "--help")
+    assert out.index("  --shape ") < out.index("  --json ") < out.index("  --config ") < out.index("  --trainer.steps ")
+
+    def asked(*_, local_files_only, **__):
+        assert local_files_only, "the hub was asked"
+        raise OSError("not here")
+
+    monkeypatch.setattr("sparse_rl.plan.size.AutoConfig.from_pretrained", asked)
+    code, _, err = run("plan", "--model", "smolm2")
+    assert code == 2 and "did you mean 'smollm2'?" in err

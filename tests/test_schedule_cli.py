@@ -8,8 +8,8 @@ import logging
 
 import pytest
 import yaml
+from commands import run
 from small_run import small_trainer
-from test_train_cli import run
 
 from sparse_rl.bench import BenchConfig
 from sparse_rl.cli.bench import default_label

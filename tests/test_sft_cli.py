@@ -5,14 +5,15 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from importlib import resources
 
 import pytest
 import torch
 import yaml
+from commands import CHAIN, assert_one_sentence, changes, contents, flat, resolved, run, train
 from safetensors.torch import load_file
-from test_train_cli import CHAIN, assert_one_sentence, contents, flat, run, train
 
 from sparse_rl.cli.recipes import recipes
 from sparse_rl.metrics import read_log
@@ -25,16 +26,6 @@ ROWS = 12
 
 def sft(*arguments: str) -> tuple[int, str, str]:
     return run("sft", *arguments)
-
-
-def resolved(*arguments: str) -> dict:
-    code, out, err = sft(*arguments, "--dry-run")
-    assert (code, err) == (0, "")
-    return flat(yaml.safe_load(out))
-
-
-def changes(before: dict, after: dict) -> dict:
-    return {key: after[key] for key in before if before[key] != after[key]}
 
 
 @pytest.fixture(scope="module")
@@ -92,6 +83,17 @@ def test_a_run_goes_on(arguments, tmp_path, caplog):
     assert [line["step"] for line in read_log(tmp_path / "run" / "metrics.jsonl")] == list(range(7))
 
 
+def test_a_resumed_run_keeps_its_settings(finished, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(finished[0], folder)
+    before = json.loads((folder / "run.json").read_text())["config"]
+    code, _, err = sft("--trainer.output_dir", str(folder), "--trainer.resume_from_checkpoint", "true")
+    assert code == 0 and "12 rows and 2 held out, 6 rows a step, steps 4 to 4" in err, err
+    after = json.loads((folder / "run.json").read_text())["config"]
+    changed = changes(flat(before), flat(after))
+    assert changed == {"trainer.output_dir": str(folder), "trainer.resume_from_checkpoint": True}
+
+
 def test_the_command_leaves_with_the_signals_exit_code(arguments, tmp_path, monkeypatch, caplog):
     calls = []
 
@@ -127,10 +129,10 @@ def test_a_dry_run_prints_a_file_that_gives_the_same_settings(tmp_path):
 
 @pytest.mark.parametrize("recipe", recipes("sft"))
 def test_every_recipe_loads_by_name_and_is_obeyed(recipe):
-    settings = resolved("--config", recipe)
+    settings = resolved("--config", recipe, command="sft")
     written = flat(yaml.safe_load((resources.files("sparse_rl") / "recipes" / recipe).read_text()))
     assert written == {key: settings[key] for key in written}
-    flags = resolved("--trainer.epochs", "1", "--config", recipe)
+    flags = resolved("--trainer.epochs", "1", "--config", recipe, command="sft")
     assert changes(settings, flags) == {"trainer.epochs": 1.0}, "flags win"
 
 
@@ -151,7 +153,7 @@ def test_recipes_of_the_two_commands_are_told_apart():
         (["--data.train_file", "a", "--trainer.epochs", "0"], "trainer.epochs is 0"),
         (["--data.train_file", "a", "--optimizer.learning_rate", "fast"], "optimizer.learning_rate is 'fast'"),
         (["--data.train_file", "a", "--dtype", "float12"], "dtype 'float12' is unknown"),
-        (["--config", "smollm2-worm.yaml"], "neither a file nor a recipe; the recipes are smollm2-warm.yaml"),
+        (["--config", "smollm2-worm.yaml"], "neither a file nor a recipe (did you mean 'smollm2-warm.yaml'?)"),
         (["--config"], "--config needs the name"),
         (["--model", "embedded", "--data.train_file", "no-such.jsonl"], "no-such.jsonl: No such file"),
         (["--kv.budget", "3"], "unknown option 'kv.budget'"),

@@ -12,7 +12,9 @@ import torch
 from sparse_rl.bench import BenchConfig, measure
 from sparse_rl.bench.record import merge, read
 from sparse_rl.bench.work import make_prompts, output_lengths
+from sparse_rl.cli import bench as bench_cli
 from sparse_rl.cli import main
+from sparse_rl.cli.parsing import parse
 from sparse_rl.kv import RKV, Full
 from sparse_rl.rollout import EngineConfig
 
@@ -41,6 +43,20 @@ def bench(*arguments, capsys):
         code = exit.code
     captured = capsys.readouterr()
     return code, captured.out, captured.err
+
+
+@pytest.mark.parametrize(
+    ("flags", "rows", "output"),
+    [
+        (["--device", "cpu"], 16, 1024),
+        (["--device", "cpu", "--rows", "256"], 256, 1024),
+        (["--device", "cuda:1", "--output", "64"], 256, 64),
+        (["--device", "cuda"], 256, 4096),
+    ],
+)
+def test_a_cpu_gets_little_work_where_nobody_says(flags, rows, output):
+    config = bench_cli._config(parse(bench_cli._parser(), flags))
+    assert (config.rows, config.output, config.device) == (rows, output, flags[1])
 
 
 def test_standard_work_counts_every_token(device):

@@ -7,10 +7,10 @@ import json
 from dataclasses import replace
 
 import pytest
-from test_train_cli import run
+from commands import run
 
 from sparse_rl.calibrate import Calibration, CalibrationConfig, CalibrationObserver, calibrate
-from sparse_rl.calibrate.analysis import tail_row
+from sparse_rl.calibrate.analysis import doubts, tail_row
 from sparse_rl.evaluate.plan import parse_cache
 from sparse_rl.kv import RKV
 from sparse_rl.kv.schedule import load as load_schedule
@@ -106,6 +106,28 @@ def test_the_schedule_is_a_cache_s_budget(small, tmp_path, monkeypatch):
     assert "<script>" not in shown and "Beta fits" in shown
 
 
+def measured(low, rejected, **more):
+    """A run of one bin."""
+    return {"bins": [{"top20": {"all": {"p05": 0.9, "p05_interval": [low, 0.99]}}}], "rejected_frac": rejected, **more}
+
+
+def test_a_schedule_that_would_train_badly_says_so():
+    """What counts is the schedule as run, its interval's lower end and its rejections; without that run, its budget."""
+    sure, plain = CalibrationConfig(sure=True), CalibrationConfig()
+    results = {"bins": [(0, 60)], "targets": [0.86], "schedule": {"starts": [0], "budgets": [40]}}
+    results["runs"] = [measured(0.1, 0.9, budget=32), measured(0.5, 0.3, budget=40)]
+    (said,) = doubts(results, plain)
+    assert "in the contexts 0-60, down to 0.500" in said and "reject 30.0 % of the rollouts" in said
+    assert "give --sure, more samples" in said and "reweight_only" in said
+    (said,) = doubts(results | {"verified": measured(0.85, 0.15)}, sure)
+    assert "down to 0.850" in said and "reject" not in said and "--sure" not in said and "a larger --target" in said
+    (said,) = doubts(results | {"verified": measured(0.87, 0.16)}, plain)
+    assert "interval" not in said and "reject 16.0 %" in said
+    assert doubts(results | {"verified": measured(0.86, 0.15)}, sure) == []
+    no_interval = {"bins": [{"top20": {"all": {"p05": 0.9}}}], "rejected_frac": 0.0}
+    assert doubts(results | {"verified": no_interval}, plain) == []
+
+
 def test_settings_that_cannot_be():
     for settings, said in (
         ({"sure": True, "bootstrap": 0}, "sure needs the intervals"),
@@ -145,8 +167,12 @@ def test_the_command(tmp_path):
     code, out, err = run("calibrate", *flags, "--output", str(tmp_path / "c"))
     assert code == 0, err
     assert "schedule.json" in out and "00012: done in" in err
-    assert json.loads((tmp_path / "c" / "results.json").read_text())["model"] == "embedded"
-    assert "<svg" in (tmp_path / "c" / "report.html").read_text()
+    results = json.loads((tmp_path / "c" / "results.json").read_text())
+    assert results["model"] == "embedded"
+    low, high = results["verified"]["bins"][0]["top20"]["all"]["p05_interval"]
+    assert f"({low:.3f}-{high:.3f})" in out and f"{100 * results['verified']['rejected_frac']:.1f} % of 4" in out
+    shown = (tmp_path / "c" / "report.html").read_text()
+    assert "<svg" in shown and f"{results['schedule']['budgets'][-1]}, chosen" in shown and ">target<" in shown
     assert (tmp_path / "c" / "report.png").read_bytes().startswith(b"\x89PNG")
     code, _, err = run("calibrate", *flags, "--output", str(tmp_path / "c"))
     assert code == 2 and "--resume" in err
@@ -157,6 +183,8 @@ def test_the_command(tmp_path):
     [
         (["--kv", "full"], "'full' has no budget to calibrate"),
         (["--kv", "rkw"], "did you mean 'rkv'?"),
+        (["--kv", "rkv:64"], "'rkv:64' has a budget, but that is what is looked for; leave it out"),
+        (["--kv", 'rkv:{"budget": 64}'], "has a budget, but that is what is looked for"),
         (["--temperature", "0"], "training samples"),
         (["--num-prompts", "0"], "--num-prompts is 0"),
         (["--prompts", "a.jsonl", "--benchmarks", "gsm8k"], "both with --prompts and with --benchmarks"),

@@ -236,7 +236,7 @@ def test_a_grader_that_raises_is_named_and_can_be_mended(data, tmp_path, monkeyp
 
     with monkeypatch.context() as patched:
         patched.setattr(small_eval, "grade", breaks)
-        with pytest.raises(ValueError, match="'breaks' raised ZeroDivisionError: odd; mend it, then resume"):
+        with pytest.raises(ValueError, match=r"'breaks' raised ZeroDivisionError: odd \(.*, line \d+\); mend it, then"):
             evaluate_benchmarks(small(data), tmp_path / "out")
     resumed = evaluate_benchmarks(small(data), tmp_path / "out", resume=True)
     evaluate_benchmarks(small(data), tmp_path / "whole")

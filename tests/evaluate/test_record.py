@@ -26,7 +26,10 @@ def data(tmp_path):
 
 @pytest.mark.parametrize(
     ("other", "said"),
-    [("no/such/model", "neither a folder nor a hub name"), ("embedded", "model 'embedded': .*unknown to the model's")],
+    [
+        ("no/such/model", "neither a folder nor a hub name"),
+        ("embedded", "model 'embedded': .*unknown to the model's .*give a model that can read it, such as smollm2"),
+    ],
 )
 def test_every_model_is_looked_at_before_anything_runs(data, tmp_path, monkeypatch, other, said):
     monkeypatch.setattr(module, "load", lambda *_, **__: pytest.fail("a model was loaded"))

@@ -3,13 +3,20 @@
 
 from __future__ import annotations
 
+from itertools import accumulate, pairwise
+
 import pytest
 import torch
 
 from sparse_rl.kernels import prefill
 from sparse_rl.kernels.compact import compact_ref
 from sparse_rl.kernels.decode import gather_pages_ref
-from sparse_rl.kernels.prefill import causal_attention_ref, packed_attention, packed_attention_ref
+from sparse_rl.kernels.prefill import (
+    causal_attention_ref,
+    packed_attention,
+    packed_attention_padded,
+    packed_attention_ref,
+)
 
 
 def naive(q, k, v, visible, scale):
@@ -43,6 +50,48 @@ def test_packed_sequences_do_not_see_each_other(window):
         torch.testing.assert_close(out[:, :, a:b], alone)
 
 
+@pytest.mark.parametrize("window", [None, 3, 50])
+@pytest.mark.parametrize("heads", [(4, 4), (6, 2), (5, 1)])
+def test_padded_sequences_give_what_single_ones_give(window, heads, device):
+    """Values and gradients, whatever the lengths: of one token, of a whole batch's length, many of one length."""
+    lengths = [1, 32, 33, 70, 31, 64, 70, *torch.randint(1, 80, (5,)).tolist()]
+    boundaries = [0, *accumulate(lengths)]
+    shapes = [(1, n, boundaries[-1], 8) for n in (heads[0], heads[1], heads[1])]
+    q, k, v = (random(*shape).to(device).requires_grad_() for shape in shapes)
+    direction = random(*shapes[0]).to(device)
+    found, wanted = (
+        (out, *torch.autograd.grad((out * direction).sum(), (q, k, v)))
+        for f in (packed_attention_padded, packed_attention_ref)
+        for out in [f(q, k, v, boundaries, scale=0.3, window=window)]
+    )
+    for ours, right in zip(found, wanted, strict=True):
+        torch.testing.assert_close(ours, right)
+
+
+def test_a_padded_sequence_does_not_feel_the_others():
+    """To the bit: its batch's length is its own alone."""
+    boundaries = [0, *accumulate([200, 207, 193, 223, 311, 12])]  # the kernel rounds otherwise at other lengths
+    q, k, v = (random(1, heads, boundaries[-1], 8).float() for heads in (4, 2, 2))
+    together = packed_attention_padded(q, k, v, boundaries, scale=0.3)
+    for a, b in pairwise(boundaries):
+        alone = packed_attention_padded(q[:, :, a:b], k[:, :, a:b], v[:, :, a:b], [0, b - a], scale=0.3)
+        assert torch.equal(together[:, :, a:b], alone)
+
+
+def test_what_is_kept_of_a_packing_serves_a_backward_pass(device):
+    """Whoever asks first, a sampler in inference mode or the learner."""
+    boundaries = [0, *accumulate(torch.randint(1, 80, (4,)).tolist())]
+    q, k, v = (random(1, heads, boundaries[-1], 8).to(device) for heads in (4, 2, 2))
+    with torch.inference_mode():
+        expected = packed_attention_padded(q, k, v, boundaries, scale=0.3)
+        ends, longest = prefill._ends(tuple(boundaries), q.device)
+    out = packed_attention_padded(q.requires_grad_(), k, v, boundaries, scale=0.3)
+    torch.testing.assert_close(out, expected)
+    out.sum().backward()
+    assert q.grad is not None and not ends.is_inference()
+    assert ends.tolist() == boundaries and longest == max(b - a for a, b in pairwise(boundaries))
+
+
 def test_no_quadratic_mask_is_built(monkeypatch):
     """A prompt of 5,000 tokens in a window layer never needs a mask larger than one block of queries."""
     largest = 0
@@ -62,12 +111,12 @@ def test_no_quadratic_mask_is_built(monkeypatch):
 
 
 @pytest.mark.parametrize("window", [None, 1, 40])
-@pytest.mark.parametrize("dim", [64, 96, 128, 256])
+@pytest.mark.parametrize(("dim", "group"), [(64, 3), (96, 1), (96, 3), (96, 8), (128, 3), (128, 7), (256, 1), (256, 3)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.gpu
-def test_flash_attention_over_packed_sequences(dtype, dim, window, device):
+def test_flash_attention_over_packed_sequences(dtype, dim, group, window, device):
     boundaries = [0, 1, 130, 500]
-    q, k, v = (random(1, heads, 500, dim).to(device, dtype) for heads in (6, 2, 2))
+    q, k, v = (random(1, heads, 500, dim).to(device, dtype) for heads in (2 * group, 2, 2))
     with torch.no_grad():
         out = packed_attention(q, k, v, boundaries, scale=dim**-0.5, window=window)
     expected = packed_attention_ref(q.double(), k.double(), v.double(), boundaries, scale=dim**-0.5, window=window)

@@ -113,7 +113,15 @@ def test_triton_knows_no_order_of_zeros_and_of_infinities(device):
         check((importance, protected, torch.tensor([16]), torch.tensor([count])), 16, 8, torch.float16, device)
 
 
-@pytest.mark.parametrize(("dim", "dtype"), [(64, torch.float16), (96, torch.float32), (256, torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("dim", "dtype"),
+    [
+        (64, torch.float16),
+        (96, torch.float32),
+        (256, torch.bfloat16),
+        pytest.param(128, torch.bfloat16, marks=pytest.mark.gpu),
+    ],
+)
 @pytest.mark.parametrize("index", [torch.int32, torch.int64])
 def test_triton_moves_every_kind_of_entry(device, dim, dtype, index):
     pytest.importorskip("triton")

@@ -15,6 +15,8 @@ SHAPES = [
     (1, 64, 16, 3), (2, 64, 32, 2), (3, 96, 32, 1), (4, 64, 48, 1), (5, 128, 16, 1), (6, 128, 64, 2), (7, 16, 64, 2),
     (8, 256, 16, 2),
 ]  # fmt: skip
+MORE = [(7, 128, 64, 2), (1, 96, 32, 2), (8, 96, 16, 1), (1, 256, 16, 2)]
+SHAPES += [pytest.param(*shape, marks=pytest.mark.gpu) for shape in MORE]
 
 ROUNDING = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 

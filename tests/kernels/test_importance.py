@@ -77,6 +77,13 @@ SHAPES = [  # head dim, keys' type, KV heads, group, page, queries, pooling
     (256, torch.float16, 1, 3, 32, 2, 7),
     (16, torch.float32, 2, 2, 16, 1, 31),
 ]
+MORE = [
+    (128, torch.bfloat16, 2, 7, 64, 8, 7),
+    (96, torch.float16, 2, 1, 32, 8, 7),
+    (96, torch.bfloat16, 1, 8, 16, 8, 7),
+    (256, torch.bfloat16, 2, 1, 16, 8, 7),
+]
+SHAPES += [pytest.param(shape, marks=pytest.mark.gpu) for shape in MORE]
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"{s[0]}-{s[1]}-{s[2]}x{s[3]}")

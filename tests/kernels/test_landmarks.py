@@ -16,6 +16,8 @@ from sparse_rl.kernels.landmarks import choose_pages_ref, score_pages_ref, write
 
 # (group, head dim, page size, KV heads)
 SHAPES = [(1, 64, 16, 3), (2, 128, 32, 2), (8, 64, 16, 1), (3, 96, 48, 2)]
+MORE = [(7, 128, 64, 2), (1, 96, 32, 2), (8, 96, 16, 1), (1, 256, 16, 2)]
+SHAPES += [pytest.param(*shape, marks=pytest.mark.gpu) for shape in MORE]
 
 
 def random_pool(num_pages, heads, page, dim, landmarks, dtype=torch.float32, device="cpu"):

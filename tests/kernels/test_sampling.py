@@ -373,3 +373,23 @@ def test_a_short_list_over_many_blocks(sample_triton, device):
     many[0, ::4096] = 10.0 + torch.arange(16, device=device)
     ids = sample_triton(many, zero, zero, temperature=0.0, num_top=20)[2]
     assert ids.tolist() == many.topk(20, dim=-1).indices.tolist()
+
+
+def test_blocks_that_no_list_can_take_from_are_not_read_again(device):
+    triton = pytest.importorskip("sparse_rl.kernels.sampling_triton", exc_type=ImportError)
+    logits = torch.randn(2, 5 * triton.BLOCK, device=device)
+    blocks = logits.unflatten(1, (5, triton.BLOCK))
+    for row, matter in enumerate(([1, 4], [0, 3])):
+        blocks[row, matter] += 20.0
+    maxima = blocks.amax(-1)
+    expected = logits.topk(2).indices
+    below = maxima < 10.0
+    blocks[below] = float("nan")
+    top = torch.empty(2, 5, 2, dtype=torch.int64, device=device)
+    shared = {"row_stride": logits.stride(0), "size": logits.shape[1], "inverse": 1.0, "num_blocks": 5, "num_top": 2}
+    triton._sample_top[2, 5](
+        logits, maxima, top, **shared, BLOCK=triton.BLOCK, BLOCKS=16, LIST=2, num_warps=triton.WARPS
+    )
+    assert below.sum() == 6 and (top[below] == triton.LOWEST.value).all()
+    ids = (1 << 31) - 1 - (top.flatten(1).topk(2).values & (1 << 31) - 1)
+    assert torch.equal(ids, expected)

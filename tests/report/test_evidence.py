@@ -181,8 +181,8 @@ def test_testbeds_may_differ():
 def test_comparisons_by_hand():
     assert compare(Estimate(0.9, 0.03, 3), Estimate(0.75, 0.04, 3)) == "more"  # 0.15 > 2.8 * 0.05
     assert compare(Estimate(0.9, 0.03, 3), Estimate(0.77, 0.04, 3)) == "unclear"
-    assert compare(Estimate(0.7, 0.03, 3), Estimate(0.85, 0.04, 3), margin=0.0) == "no more"  # -0.15 + 0.14 < 0
-    assert compare(Estimate(0.909, 0.0, 3), Estimate(0.9, 0.0, 3), margin=0.0) == "unclear"  # less than 0.01
+    assert compare(Estimate(0.7, 0.03, 3), Estimate(0.85, 0.04, 3)) == "no more"  # -0.15 + 0.14 < 0.02
+    assert compare(Estimate(0.909, 0.0, 3), Estimate(0.9, 0.0, 3)) == "no more"  # by less than 0.01
     # Seeds that agree by chance: sqrt(0.03^2 + 0.04^2 + 0.12^2) / 3 = 0.13 / 3.
     assert over_seeds([[0.5, 0.03], [0.5, 0.04], [0.5, 0.12]]).se == pytest.approx(0.13 / 3)
     assert over_seeds([[0.4, 0.0], [0.6, None], [None, None]]) == Estimate(0.5, pytest.approx(0.1), 2)

@@ -7,7 +7,7 @@ import pytest
 from small_run import small_trainer
 
 from sparse_rl.kv import RKV, Full, PagesMean
-from sparse_rl.report.live import Live
+from sparse_rl.report.live import Live, _cell
 from sparse_rl.train import ControlConfig
 
 
@@ -28,3 +28,11 @@ def test_a_run_says_its_budget(kv, auto, said, tmp_path, capsys):
     live.on_begin(trainer)
     live.on_end()
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("value", "form", "shown"),
+    [(-4e-5, "{:.4f}", "0.0000"), (-6e-5, "{:.4f}", "-0.0001"), (-0.0, "{:.1%}", "0.0%"), (-10.0, "{:.0f}", "-10")],
+)
+def test_what_is_shown_as_zero_has_no_sign(value, form, shown):
+    assert _cell(value, form) == shown

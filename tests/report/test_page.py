@@ -14,7 +14,7 @@ import pytest
 
 from sparse_rl.metrics import METRICS
 from sparse_rl.report.page import write_report
-from sparse_rl.report.plots import PLOTS, points
+from sparse_rl.report.plots import PLOTS, _figure, points
 from sparse_rl.report.runs import load_runs
 
 HOSTILE = "</td><script>alert('1')</script>&\"<b x=\ud800\x00"
@@ -216,6 +216,21 @@ def test_one_run_draws_every_quantile(tmp_path):
     shown = [name for name, _ in page.tables[2][1:]]
     assert [name for name in shown if "xi" in name] == [f"mismatch/xi_{stat}" for stat in ("p01", "p05", "p50", "p99")]
     assert page.tables[1][0] == ["setting", "run"]
+
+
+def test_axes_do_not_magnify_noise(tmp_path):
+    noise = [
+        training(s) | {"completions/mean_length": 179 + s / 100, "tail/overlap_lowest": 0.98 + s / 1e3}
+        for s in range(1, 4)
+    ]
+    steady = load_runs([write_run(tmp_path / "steady", noise)])
+    falling = [training(s) | {"tail/overlap_lowest": 1.0 - s / 10} for s in range(1, 4)]
+    fallen = load_runs([write_run(tmp_path / "fallen", falling)])
+    plots = {plot.name: plot for plot in PLOTS}
+    assert _figure(plots["length"], steady).axes[0].get_ylim() == pytest.approx((0.0, 1.05 * 179.03))
+    assert _figure(plots["tail"], steady).axes[0].get_ylim() == pytest.approx((0.955, 1.005))
+    low, high = _figure(plots["tail"], fallen).axes[0].get_ylim()
+    assert 0.6 < low < 0.7 and 0.9 < high <= 1.005, "what is no noise is drawn as before"
 
 
 def test_same_input_same_page(tmp_path):

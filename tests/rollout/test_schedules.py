@@ -9,9 +9,10 @@ import pytest
 import torch
 from replay import replay_logprobs, rollout_visibility, scheduled_firings
 from schedules import named
+from small_engine import engine
 
 from sparse_rl.kv import RKV, SnapKV, Streaming
-from sparse_rl.rollout import Engine, EngineConfig, Sampling
+from sparse_rl.rollout import Sampling
 from sparse_rl.rollout.scheduler import entries_needed
 from sparse_rl.rollout.sequence import Sequence
 
@@ -22,10 +23,6 @@ POLICIES = [
     SnapKV(budget=named(*RISING), interval=5, window=4, protect_prompt=True),
     RKV(budget=named(*RISING), interval=9, sinks=2),
 ]
-
-
-def engine(loaded, policy, **config) -> Engine:
-    return Engine(loaded, policy, EngineConfig(**{"rows": 3, "page_size": 16} | config))
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda p: p.name)

@@ -60,13 +60,12 @@ def solve(prompt: str, steps: int, filler: int) -> str:
 @pytest.mark.parametrize("task", SETTINGS, ids=str)
 def test_chains_follow_from_the_text_of_their_prompts(task, seed):
     problems = task.problems(50, torch.Generator().manual_seed(seed))
-    for prompt, chain, answer in zip(problems.prompts, problems.chains, problems.answers, strict=True):
+    for prompt, chain in zip(problems.prompts, problems.chains, strict=True):
         text = text_of(prompt)
         assert re.fullmatch(r"(\w=\w\d;)+\w\|", text)
         assert sorted(re.findall(r"(\w)=", text)) == list(LETTERS[: task.letters]), "each letter once"
         assert sorted(re.findall(r"=(\w)", text)) == list(LETTERS[: task.letters]), "each is somebody's successor"
         assert text_of(chain) == solve(text, task.steps, task.filler)
-        assert text_of(chain)[-2] == str(int(answer))
         assert (len(prompt), len(chain)) == (task.prompt_len, task.chain_len)
 
 

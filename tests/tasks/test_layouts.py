@@ -68,6 +68,15 @@ def test_a_layout_is_recognised_or_named(case, named, build, chatty):
     assert task.settings["layout"] == layout and task.eval == task.train
 
 
+@pytest.mark.parametrize(
+    ("prompt", "template", "said"), [("hi", None, True), ("hi", "plain", False), (USER, None, False)]
+)
+def test_strings_that_a_chat_model_gets_as_they_are_are_told_of(prompt, template, said, build, chatty, caplog):
+    caplog.set_level("INFO", "sparse_rl.tasks")
+    build([{"prompt": prompt}], chatty, template=template)
+    assert caplog.text.count("--task.template chat") == said
+
+
 def test_keys_that_are_named_lead_into_tables(build, chatty):
     row = {"input": {"text": "hi"}, "gold": {"final": "7"}, "a.b": "dotted", "answer": "old"}
     (prompt,) = build([row], chatty, prompt_key="input.text", answer_key="gold.final").train

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import small_run
 import torch
-from small_run import CHAIN, small_trainer
+from small_run import CHAIN, small_trainer, without_times
 
-from sparse_rl.metrics import TIMES, read_log
+from sparse_rl.metrics import read_log
 from sparse_rl.model.tiny import tiny_tokenizer
 from sparse_rl.tasks import Rewards
 from sparse_rl.tasks.chain import chain_tokenizer
@@ -309,10 +309,6 @@ def digits(breaks_at: int | None):
         return small_run.digits(completions)
 
     return digits
-
-
-def without_times(run):
-    return [{k: v for k, v in line.items() if not k.startswith(TIMES)} for line in read_log(run / "metrics.jsonl")]
 
 
 def test_nothing_is_lost_when_a_reward_fails(tmp_path):

@@ -173,8 +173,8 @@ WRONG_FUNCTIONS = {
     "nearly a name with settings": ("overlog:limit=3,buffer=1", "did you mean 'overlong'"),
     "no function": ("math:", "is not of the form"),
     "no module": (":f", "is not of the form"),
-    "missing file": ("{folder}/nowhere.py:f", "nowhere.py:f' cannot be imported: FileNotFoundError"),
-    "missing in the file": ("{folder}/fine.py:g", "fine.py has no function 'g'"),
+    "missing file": ("{folder}/nowhere.py:f", "nowhere.py; check the path"),
+    "missing in the file": ("{folder}/fine.py:g", "fine.py has no function 'g'; it has "),
     "syntax error": ("{folder}/syntax.py:f", "syntax.py:f' cannot be imported: SyntaxError"),
     "raises": ("{folder}/raises.py:f", "raises.py:f' cannot be imported: ZeroDivisionError"),
 }

@@ -41,6 +41,21 @@ def test_a_steady_run_has_none(caplog):
     assert not caplog.records
 
 
+def test_rewards_that_are_all_equal(caplog):
+    """Three steps in a row; over after ten steps with a difference; the state of a checkpoint counts on."""
+    alarms, rewards = Alarms(), [False, False, True, False, False]
+    assert [alarms.look_at_rewards(differ, 0.0)["alarm/reward"] for differ in rewards] == [0] * 5
+    resumed = Alarms()
+    resumed.restore(json.loads(json.dumps(alarms.state())))
+    assert [resumed.look_at_rewards(False, 0.25) for _ in range(4)] == [{"alarm/reward": 1}] * 4
+    assert [resumed.look_at_rewards(True, 0.5)["alarm/reward"] for _ in range(11)] == [1] * 9 + [0] * 2
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said.startswith(
+        "for 3 steps all completions of a prompt had the same reward, whatever the prompt (0.25 now)"
+    )
+    assert "completions.jsonl" in said
+
+
 def test_rejection_is_said_once_an_onset(caplog):
     """Ten steps are ten parts, whether they were taken or not: 8 x 20 % is above 15 %, and so is 2 x 100 %."""
     alarms, high = Alarms(), FINE | {"correction/rejection_rate": 0.2}

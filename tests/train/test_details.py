@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run passes on: seeds, prompts, temperatures, baselines, minibatches, weights of sampled rows, records."""
+"""What a run passes on: seeds, prompts, temperatures, baselines, minibatches, weights of sampled rows."""
 
 from __future__ import annotations
 
@@ -9,25 +9,21 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from small_run import CHAIN, TASK, TEMPERATURE, small_trainer
+from small_run import CHAIN, TASK, TEMPERATURE, graded_by, small_trainer
 
-from sparse_rl.evaluate import evaluate
 from sparse_rl.kv import RKV
 from sparse_rl.metrics import read_log
 from sparse_rl.model.load import load
 from sparse_rl.model.tiny import tiny_model
-from sparse_rl.objective.advantage import advantages
 from sparse_rl.objective.correction import PRESETS, Correction
 from sparse_rl.objective.loss import LossConfig
 from sparse_rl.rollout import Engine, EngineConfig, Sampling
 from sparse_rl.score import score
 from sparse_rl.score.head import Head
-from sparse_rl.tasks import Rewards
-from sparse_rl.train import OptimizerConfig, UpdateConfig
+from sparse_rl.train import UpdateConfig
 from sparse_rl.train.learner import Learner
 from sparse_rl.train.master import MasterWeights
-from sparse_rl.train.record import rejected_records
-from sparse_rl.train.update import Updated, _minibatches, update
+from sparse_rl.train.update import _minibatches, update
 
 
 @pytest.fixture(scope="module")
@@ -90,9 +86,7 @@ def test_remax_compares_with_one_greedy_completion_of_each_prompt(tmp_path, monk
     calls, generate = [], trainer.engine.generate
     monkeypatch.setattr(trainer.engine, "generate", lambda p, s, **more: calls.append((p, s)) or generate(p, s, **more))
     graded = iter([[5.0, 6.0, 7.0, 8.0, 1.0, 2.0, 3.0, 4.0], [6.5, None]])
-    trainer.task = SimpleNamespace(
-        rewards=Rewards((lambda **_: next(graded),)), stream=TASK.stream, held_out=lambda count: []
-    )
+    trainer.task = graded_by(lambda **_: next(graded))
     got, learn = [], trainer._learn
     monkeypatch.setattr(trainer, "_learn", lambda rollouts, a: got.append(a) or learn(rollouts, a))
     trainer.train()
@@ -166,29 +160,6 @@ def test_tokens_the_sampler_did_not_choose_veto_nothing(rollouts, loaded):
     assert metrics["correction/rejection_rate"] == pytest.approx(sum(value < threshold for value in second) / 16)
 
 
-@pytest.mark.parametrize("estimator", ["grpo", "dr_grpo", "rloo"])
-@pytest.mark.parametrize("rewards", [[0.1] * 3, [0.7] * 6])
-def test_equal_rewards_have_no_advantage_at_all(estimator, rewards):
-    assert advantages(torch.tensor(rewards), torch.zeros(len(rewards), dtype=torch.long), estimator).tolist() == [
-        0.0
-    ] * len(rewards)
-
-
-def test_the_optimizer_gets_its_settings(loaded):
-    optimizer = OptimizerConfig(beta1=0.8, beta2=0.95, eps=1e-5).build(MasterWeights(loaded.model))
-    assert optimizer.defaults["betas"] == (0.8, 0.95) and optimizer.defaults["eps"] == 1e-5
-
-
-def test_the_schedule_counts_every_pass(tmp_path):
-    parts = {
-        "optimizer": OptimizerConfig(learning_rate=1e-3, schedule="linear"),
-        "update": UpdateConfig(num_iterations=2),
-    }
-    small_trainer(tmp_path / "run", steps=2, parts=parts).train()
-    rates = [line["learning_rate"] for line in read_log(tmp_path / "run" / "metrics.jsonl")[1:]]
-    assert rates == pytest.approx([1e-3 * (1.0 + 0.75) / 2, 1e-3 * (0.5 + 0.25) / 2])
-
-
 def test_dense_is_dense_and_sparse_is_sparse_and_the_best_exists(tmp_path):
     trainer = small_trainer(tmp_path / "run", steps=2)
     evaluated, values = trainer._evaluate, iter([0.9, 0.1])
@@ -197,34 +168,3 @@ def test_dense_is_dense_and_sparse_is_sparse_and_the_best_exists(tmp_path):
     line = read_log(tmp_path / "run" / "metrics.jsonl")[-1]
     assert line["eval/dense/kv_saved_frac"] == 0.0 < line["eval/sparse/kv_saved_frac"]
     assert (tmp_path / "run" / trainer.run.best["checkpoint"]).is_dir()
-
-
-def test_a_declined_sample_does_not_take_its_prompt_with_it(loaded):
-    engine = Engine(loaded, RKV(budget=12, interval=4, window=4), EngineConfig(rows=8))
-    grades = [1.0, None, 2.0, 5.0, 5.0, 5.0]
-    sampling = Sampling(n=3, max_tokens=24, temperature=TEMPERATURE)
-    got = evaluate(engine, CHAIN.held_out(2), sampling, Rewards((lambda **_: grades,)))
-    assert got["reward"] == pytest.approx((1.5 + 5.0) / 2)
-    rollouts = engine.generate(CHAIN.held_out(2), sampling)
-    assert got["clipped_ratio"] == sum(r.finish_reason == "length" for r in rollouts) / 6
-    assert got["mean_length"] == pytest.approx(sum(len(r.token_ids) for r in rollouts) / 6)
-
-
-@pytest.mark.parametrize(("place", "held"), [(2, 6), (0, 3)])
-def test_a_rejected_record_by_hand(loaded, place, held):
-    sampler = torch.tensor([-1.0, -1.0, -1.0, -1.0])
-    dense = sampler.clone()
-    dense[place] = -20.0
-    rollout = SimpleNamespace(
-        prompt=SimpleNamespace(ids=(10, 11, 12), text="abc"),
-        token_ids=torch.tensor([13, 14, 15, 16]),
-        sampler_logprobs=sampler,
-        kv=SimpleNamespace(held=(5, 6, 7)),
-    )
-    updated = Updated(
-        metrics={}, dense_logprobs=(dense,), overlap=(), row_weights=torch.ones(1), accepted=torch.tensor([False])
-    )
-    (record,) = rejected_records([rollout], updated, loaded.tokenizer, 5)
-    assert record["entries_held"] == held and record["index"] == place
-    assert record["before"] + record["token"] + record["after"] == "abcdefg"
-    assert record["token"] == "defg"[place] and record["entries_dense"] == 3 + place

@@ -21,10 +21,9 @@ from guarded_run import (
     send,
     trainer_of,
 )
-from small_run import TASK, assert_same_run, digits
+from small_run import assert_same_run, digits, graded_by
 
 from sparse_rl.metrics import read_log
-from sparse_rl.tasks import Rewards
 from sparse_rl.train import Stopped, guards
 from sparse_rl.train.guards import STREAK, Guards
 
@@ -42,8 +41,7 @@ def test_a_reward_that_is_not_a_number_ends_the_run_and_loses_nothing(whole, tmp
         return [*digits(completions)[:-1], 0.5]
 
     def train(folder, reward, **config):
-        task = SimpleNamespace(rewards=Rewards((reward,)), stream=TASK.stream, held_out=lambda count: [])
-        trainer_of(folder, task=task, **config).train()
+        trainer_of(folder, task=graded_by(reward), **config).train()
 
     broken.__name__ = mended.__name__ = "graded"
     train(tmp_path / "whole", mended)

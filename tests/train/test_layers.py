@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import pytest
 import torch
 
@@ -25,11 +27,11 @@ def gradients(model, device, activations, *, compiles=False):
         kept[tensor.data_ptr()] = tensor.nbytes
         return tensor
 
+    head = Head(model)
     with learner_layers(model, activations, compiles=compiles):
-        head = Head(model)
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
             scores = head(inputs | {"kv": PackedRows(boundaries)}, predicting, ids[0, predicting + 1])
-        result = torch.autograd.grad(scores.logprobs.sum(), list(model.parameters()))
+        result = torch.autograd.grad(scores.logprobs.sum(), [p for p in model.parameters() if p.requires_grad])
     return result, sum(kept.values())
 
 
@@ -85,3 +87,28 @@ def test_layers_that_cannot_be_compiled_run_as_they_are(monkeypatch, caplog):
     got, _ = gradients(model, "cpu", "keep", compiles=True)
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
     assert caplog.text.count("cannot be compiled (no compiler)") == 1
+
+
+def test_adapted_layers_share_their_code_with_the_first(monkeypatch):
+    """Its input is a frozen embedding's, which needs no gradient; and floats do not become inputs."""
+    pytest.importorskip("peft")
+    from sparse_rl.model.lora import LoraConfig, add_adapters
+    from sparse_rl.train import layers
+
+    given, before = [], []
+
+    def traced(graph, example):
+        given.extend(x for x in example if isinstance(x, torch.Tensor))
+        return graph.forward
+
+    compiled = lru_cache(lambda forward: torch.compile(forward, dynamic=True, backend=traced))
+    monkeypatch.setattr(layers, "_compiled", compiled)
+    model = tiny_model("llama", num_hidden_layers=2)
+    add_adapters(model, LoraConfig(r=3, target=("v_proj", "up_proj")), seed=0)
+    expected, _ = gradients(model, "cpu", "keep")
+    torch._dynamo.reset()
+    decoder_layers(model)[1].register_forward_pre_hook(lambda *_: before.append(len(given)))
+    got, _ = gradients(model, "cpu", "recompute", compiles=True)
+    assert before[-1] == len(given) > 0 and all(x.ndim for x in given)
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)

@@ -12,11 +12,11 @@ from shutil import which
 import pytest
 import torch
 from safetensors.torch import load_file
-from small_run import kept, small_trainer
+from small_run import kept, small_trainer, without_times
 
 from sparse_rl.evaluate import EvalConfig
 from sparse_rl.kv import RKV
-from sparse_rl.metrics import TIMES, read_log
+from sparse_rl.metrics import read_log
 from sparse_rl.model.attention import keep_out_of_compiled_code
 from sparse_rl.model.dry_run import dry_run
 from sparse_rl.model.load import load
@@ -24,8 +24,8 @@ from sparse_rl.model.lora import LoraConfig, adapters_off, add_adapters, save_mo
 from sparse_rl.model.tiny import FAMILIES, tiny_model, tiny_tokenizer
 from sparse_rl.objective.loss import LossConfig
 from sparse_rl.rollout import Engine, EngineConfig, Sampling
-from sparse_rl.rollout.decoder import COMPILER, compiled_parts
-from sparse_rl.rollout.fusion import find_groups
+from sparse_rl.rollout.decoder import COMPILER, TRACING, compiled_parts
+from sparse_rl.rollout.fusion import Columns, find_groups, fused
 from sparse_rl.train import OptimizerConfig, UpdateConfig, checkpoint
 
 peft = pytest.importorskip("peft")
@@ -124,10 +124,37 @@ def test_settings_that_do_not_fit_are_refused(monkeypatch):
         add_adapters(tiny_model(), LoraConfig(r=8), seed=0)
 
 
-def test_adapted_projections_are_not_joined_and_the_others_are():
-    model = tiny_model()
-    add_adapters(model, LoraConfig(r=2, target=("k_proj",)), seed=0)
-    assert {group.names[0] for group in find_groups(model)} == {"gate_proj"}
+@pytest.mark.parametrize(("target", "left"), [("all-linear", set()), ("k_proj", {"gate_proj"})])
+def test_adapted_projections_are_joined_and_each_adds_its_own(target, left):
+    model = tiny_model("qwen2", dtype=torch.float64)
+    add_adapters(model, LoraConfig(r=2, target=(target,)), seed=0)
+    kept, groups = list(model.parameters()), find_groups(model)
+    assert len(groups) == 2 * model.config.num_hidden_layers
+    for _ in range(2):  # the same groups serve after an update in place
+        disturb(model)
+        expected = model(IDS).logits
+        with fused(groups):
+            assert type(model.model.layers[1].self_attn.k_proj) is Columns
+            torch.testing.assert_close(model(IDS).logits, expected)
+    assert all(a is b for a, b in zip(kept, model.parameters(), strict=True))
+    with adapters_off(model):
+        assert {group.names[0] for group in find_groups(model)} == left
+
+
+def test_what_a_joined_product_could_not_add_is_left_as_it_is():
+    """Adapters of more digits than their base, as peft makes them by itself, and one that other projections have."""
+    model = tiny_model("qwen2", dtype=torch.bfloat16)
+    settings = peft.LoraConfig(target_modules=["q_proj", "k_proj", "v_proj"])
+    wrapped = peft.get_peft_model(model, settings)
+    assert model.model.layers[0].self_attn.q_proj.lora_A["default"].weight.dtype == torch.float32
+    disturb(wrapped)
+    expected, groups = wrapped(IDS).logits, find_groups(wrapped)
+    assert {group.names[0] for group in groups} == {"gate_proj"}
+    with fused(groups):
+        torch.testing.assert_close(wrapped(IDS).logits, expected)
+    wrapped.add_adapter("other", peft.LoraConfig(target_modules=["o_proj"]))
+    wrapped.set_adapter("other")
+    assert {group.names[0] for group in find_groups(wrapped)} == {"gate_proj"}
 
 
 @pytest.mark.slow
@@ -140,14 +167,16 @@ def test_adapted_layers_compile_to_one_code_for_all():
     keep_out_of_compiled_code()
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    with torch.no_grad():
-        expected = model(IDS[:, :5], use_cache=False).logits
+    with torch.no_grad(), torch._dynamo.config.patch(TRACING):
+        expected, groups = model(IDS[:, :5], use_cache=False).logits, find_groups(model)
         for part in compiled_parts(model):
             part._compiled_call_impl = torch.compile(part._call_impl, dynamic=True, options=COMPILER)
-        got = model(IDS[:, :5], use_cache=False).logits
+        with fused(groups):
+            got = model(IDS[:, :5], use_cache=False).logits
         first = torch._dynamo.utils.counters["stats"]["unique_graphs"]
         disturb(model)  # an update in place needs no new code
-        again = model(IDS[:, :5], use_cache=False).logits
+        with fused(groups):
+            again = model(IDS[:, :5], use_cache=False).logits
     torch.testing.assert_close(got, expected)
     assert not torch.allclose(again, expected)
     assert first == torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 8
@@ -215,11 +244,7 @@ def test_a_stopped_run_resumes_bit_for_bit(whole, tmp_path):
     adapters = [load_file(path / "adapter_model.safetensors") for path in last]
     for ours, theirs in (adapters, [kept(path) for path in last]):
         assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
-    lines = [
-        [{k: v for k, v in line.items() if not k.startswith(TIMES)} for line in read_log(run / "metrics.jsonl")]
-        for run in (tmp_path / "run", folder)
-    ]
-    assert lines[0] == lines[1]
+    assert without_times(tmp_path / "run") == without_times(folder)
 
 
 def test_a_run_of_other_adapters_is_not_taken_up(whole, tmp_path):

@@ -217,7 +217,7 @@ def test_a_bf16_run_with_a_reference_and_several_passes_resumes_from_its_fp32_ma
     first, second = (kept(tmp_path / name / "checkpoint-3") for name in ("whole", "parts"))
     assert all(torch.equal(first[key], second[key]) for key in first)
     assert any(not torch.equal(value, value.bfloat16().float()) for value in first.values())
-    assert without_times(tmp_path / "whole" / "metrics.jsonl") == without_times(tmp_path / "parts" / "metrics.jsonl")
+    assert without_times(tmp_path / "whole") == without_times(tmp_path / "parts")
 
 
 def test_a_run_resumed_with_another_optimizer_uses_it(whole, tmp_path, caplog):

@@ -11,13 +11,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import load_file
-from small_run import small_trainer
+from small_run import small_trainer, without_times
 from small_sft import TEXTS, fresh, rows, small_sft
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from sparse_rl.kv import Full
-from sparse_rl.metrics import TIMES, read_log
+from sparse_rl.metrics import read_log
 from sparse_rl.model.load import load
 from sparse_rl.model.tiny import tiny_model
 from sparse_rl.rollout import Engine, EngineConfig, Sampling
@@ -126,11 +126,6 @@ def test_four_rows_are_learnt_by_heart(tmp_path):
 
 
 # A run's folder
-
-
-def without_times(folder) -> list[dict]:
-    lines = read_log(folder / "metrics.jsonl")
-    return [{key: value for key, value in line.items() if not key.startswith(TIMES)} for line in lines]
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a step's log says of its rollouts, by hand."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from sparse_rl.model.load import load
+from sparse_rl.tasks import Graded
+from sparse_rl.train.record import rejected_records, repetition, rollout_metrics
+from sparse_rl.train.update import Updated
+from sparse_rl.types import KVStats
+
+
+def test_rollout_metrics_by_hand():
+    """Two groups of two: lengths 3, 5 and 2, 4; the second group's rewards are equal."""
+
+    def rollout(length, reason, peak, held):
+        return SimpleNamespace(
+            token_ids=torch.arange(length),
+            finish_reason=reason,
+            prompt=SimpleNamespace(ids=(1, 2)),
+            kv=KVStats(held=held, full=10, hybrid=10.0, peak=peak, peak_bytes=0, num_compressions=0),
+        )
+
+    rollouts = [
+        rollout(3, "stop", 4, (2, 3)), rollout(5, "length", 4, (1, 1)), rollout(2, "stop", 3, (4,)),
+        rollout(4, "stop", 4, (5, 4)),
+    ]  # fmt: skip
+    graded = Graded(rewards=torch.tensor([0.0, 1.0, 2.0, 2.0]).double(), by_function={})
+    got = rollout_metrics(rollouts, graded, [0, 0, 1, 1])
+    assert got["completions/mean_length"] == 3.5 and got["completions/mean_terminated_length"] == 3.0
+    assert (got["completions/min_length"], got["completions/max_length"]) == (2.0, 5.0)
+    assert got["completions/clipped_ratio"] == 0.25 and got["frac_reward_zero_std"] == 0.5
+    assert got["kv/saved_frac"] == 1 - 20 / 40
+    assert got["kv/peak_frac"] == pytest.approx(15 / (4 + 6 + 3 + 5))
+
+
+def test_repetition_by_hand():
+    assert repetition(torch.arange(50)) == 0.0
+    assert repetition(torch.tensor([1, 2] * 10)) == pytest.approx(1 - 2 / 13)
+    assert repetition(torch.tensor([1, 2, 3])) == 0.0
+
+
+@pytest.mark.parametrize(("place", "held"), [(2, 6), (0, 3)])
+def test_a_rejected_record_by_hand(place, held):
+    sampler = torch.tensor([-1.0, -1.0, -1.0, -1.0])
+    dense = sampler.clone()
+    dense[place] = -20.0
+    rollout = SimpleNamespace(
+        prompt=SimpleNamespace(ids=(10, 11, 12), text="abc"),
+        token_ids=torch.tensor([13, 14, 15, 16]),
+        sampler_logprobs=sampler,
+        kv=SimpleNamespace(held=(5, 6, 7)),
+    )
+    updated = Updated(
+        metrics={}, dense_logprobs=(dense,), overlap=(), row_weights=torch.ones(1), accepted=torch.tensor([False])
+    )
+    (record,) = rejected_records([rollout], updated, load("embedded").tokenizer, 5)
+    assert record["entries_held"] == held and record["index"] == place
+    assert record["before"] + record["token"] + record["after"] == "abcdefg"
+    assert record["token"] == "defg"[place] and record["entries_dense"] == 3 + place
