@@ -1,7 +1,7 @@
 # Every target makes .venv on demand; nothing has to be installed by hand but Python 3.11 or newer.
 PYTHON ?= python3
 BIN := .venv/bin
-PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/pip install --quiet --constraint constraints.txt
+PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/pip install --constraint constraints.txt
 
 .PHONY: demo test test-slow test-gpu test-compat test-wheel coverage bench-cpu bench-gpu lint check docs clean
 
@@ -76,6 +76,7 @@ check: lint test
 
 # torch alone and first: pinned, so that no other package's wider request can pull in another build.
 .venv/ready: pyproject.toml constraints.txt
+	@echo "making .venv and installing the packages into it: about 3 GB, some minutes, once"
 	$(PYTHON) -m venv .venv
 	$(PIP) torch
 	$(PIP) --editable '.[test,lint,docs]'

@@ -7,13 +7,14 @@
 Weights are random, nothing is downloaded, every completion has the full length, and rewards are drawn, so that all of
 them have something to teach. An update on a few of them comes first and compiles the layers. `--dense` takes a dense
 cache; with `--pool` it asks for the memory of all rows at once, as a run that may not preempt would. `--lora R` trains
-adapters.
+adapters. `--drawn` learns from random tokens and takes no rollout.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +34,12 @@ from sparse_rl.rollout import EngineConfig, Sampling
 from sparse_rl.rollout.memory import GuardedEngine
 from sparse_rl.runfolder import provenance
 from sparse_rl.score.head import Head
+from sparse_rl.score.score import score
 from sparse_rl.train.guards import Guards
 from sparse_rl.train.learner import Learner, OptimizerConfig
 from sparse_rl.train.peaks import MemoryPeaks
 from sparse_rl.train.update import UpdateConfig, update
-from sparse_rl.types import Prompt, Rollout
+from sparse_rl.types import KVStats, Prompt, Rollout
 
 GROUP = 8
 
@@ -48,63 +50,49 @@ def main() -> None:
     loaded = random_model(args.shape, device, torch.bfloat16)
     plan = planned(args, loaded, kv)
     print(f"plan: {summary(plan)}", flush=True)
-    guards, peaks = Guards(), MemoryPeaks(device)
+    guards, record = Guards(), Record(args, plan, MemoryPeaks(device))
     learner = make_learner(args, loaded)
-    pages = plan.pages_wanted if args.pool else None
-    engine = GuardedEngine(loaded, kv, EngineConfig(rows=args.sequences, pool_pages=pages), guards, "rollout")
-    guards.give_pool = engine.release
-    began = time.perf_counter()
-    with peaks("rollout"):
-        rollouts = roll_out(args, engine)
-    rollout_s = time.perf_counter() - began
-    assert engine.stats is not None
-    print(f"rollout {rollout_s:.1f} s, {engine.stats.capture_s:.1f} s of it capturing", flush=True)
-    if not engine.bounded:
-        engine.release()
-    began = time.perf_counter()
+    if args.drawn:
+        rollouts = draw(args, loaded)
+    else:
+        pages = plan.pages_wanted if args.pool else None
+        engine = GuardedEngine(loaded, kv, EngineConfig(rows=args.sequences, pool_pages=pages), guards, "rollout")
+        guards.give_pool = engine.release
+        rollouts = timed_rollout(args, engine, record)
+        if not engine.bounded:
+            engine.release()
     preset = "none" if args.dense else "reweight_only"  # random weights: a veto would reject nearly all
-    learn(args, learner, rollouts[:GROUP], guards, preset)  # compiles
-    first_s = time.perf_counter() - began
-    began = time.perf_counter()
-    with peaks("update"):
-        grad_norm = learn(args, learner, rollouts, guards, preset)
-    update_s = time.perf_counter() - began
-    tokens = sum(len(rollout.prompt.ids) + len(rollout.token_ids) for rollout in rollouts)
-    stages = {"rollout": "rollout", "update": plan.learning}
-    results: dict[str, Any] = {
-        "rollout_s": rollout_s,
-        "capture_s": engine.stats.capture_s,
-        "rollout_tokens_per_s": sum(len(r.token_ids) for r in rollouts) / (rollout_s - engine.stats.capture_s),
-        "preemptions": engine.stats.num_preemptions,
-        "first_update_s": first_s,
-        "update_s": update_s,
-        "update_tokens_per_s": tokens / update_s,
-        "grad_norm": grad_norm,
-        "halved": guards.state(),
-        "plan": summary(plan),
-        "planned_bytes": {name: plan.held(stage, driver=False) for name, stage in stages.items()},
-        "measured_bytes": {name: int(peaks.bytes.get(f"memory/{name}_peak_bytes", 0)) for name in stages},
-    }
-    for name, most in results["measured_bytes"].items():
-        expected = results["planned_bytes"][name]
+    for stage, part in (("first_update", rollouts[:GROUP]), ("update", rollouts)):  # the first compiles
+        began = time.perf_counter()
+        with record.peaks(stage):
+            grad_norm = learn(args, learner, part, guards, preset)
+        seconds = time.perf_counter() - began
+        rate = sum(len(rollout.prompt.ids) + len(rollout.token_ids) for rollout in part) / seconds
+        found = {f"{stage}_s": seconds, f"{stage}_tokens_per_s": rate, "grad_norm": grad_norm}
+        record.add(stage, plan.learning, found | {"halved": guards.state()})
+
+
+class Record:
+    """What is measured, said and written as soon as it is known: a run that is cut keeps what it has."""
+
+    def __init__(self, args: argparse.Namespace, plan: Plan, peaks: MemoryPeaks) -> None:
+        self.args, self.plan, self.peaks = args, plan, peaks
+        self.results: dict[str, Any] = {"plan": summary(plan), "planned_bytes": {}, "measured_bytes": {}}
+
+    def add(self, stage: str, planned_stage: str, found: dict[str, Any]) -> None:
+        """The figures of a stage, and its memory beside what the plan expects of `planned_stage`."""
+        expected = self.plan.held(planned_stage, driver=False)
+        most = int(self.peaks.bytes.get(f"memory/{stage}_peak_bytes", 0))
+        self.results |= found
+        self.results["planned_bytes"][stage], self.results["measured_bytes"][stage] = expected, most
         ratio = f" ({expected / most:.3f} of it planned)" if most else ""
-        print(f"{name}: planned {expected / 1e9:.1f} GB, measured {most / 1e9:.1f} GB{ratio}")
-    print(
-        f"update {update_s:.1f} s, {tokens / update_s:,.0f} tok/s, grad norm {grad_norm:.3g}, halved {guards.state()}; "
-        f"{first_s:.1f} s for {GROUP} of the {len(rollouts)} before, which compiles"
-    )
-    if args.output:
-        settings = {k: v for k, v in vars(args).items() if k != "output"}
-        merge(
-            args.output,
-            {
-                "label": label(args),
-                "command": command(args),
-                **provenance(device),
-                "settings": settings,
-                "results": results,
-            },
-        )
+        figures = ", ".join(f"{name} {value:,.4g}" for name, value in found.items() if isinstance(value, int | float))
+        print(f"{stage}: {figures}; planned {expected / 1e9:.1f} GB, measured {most / 1e9:.1f} GB{ratio}", flush=True)
+        if self.args.output:
+            about = {"label": label(self.args), "command": command(self.args), **provenance(self.peaks.device)}
+            settings = {name: value for name, value in vars(self.args).items() if name != "output"}
+            state = {} if stage == "update" else {"unfinished": True}  # scripts/bench.py runs it again
+            merge(self.args.output, {**about, **state, "settings": settings, "results": self.results})
 
 
 def planned(args: argparse.Namespace, loaded: LoadedModel, kv: KVPolicy) -> Plan:
@@ -146,6 +134,44 @@ def roll_out(args: argparse.Namespace, engine: GuardedEngine) -> list[Rollout]:
     return engine.generate([Prompt(ids=tuple(row)) for row in ids], sampling)
 
 
+def timed_rollout(args: argparse.Namespace, engine: GuardedEngine, record: Record) -> list[Rollout]:
+    began = time.perf_counter()
+    with record.peaks("rollout"):
+        rollouts = roll_out(args, engine)
+    seconds, stats = time.perf_counter() - began, engine.stats
+    assert stats is not None
+    rate = sum(len(rollout.token_ids) for rollout in rollouts) / (seconds - stats.capture_s)
+    found = {"rollout_s": seconds, "capture_s": stats.capture_s, "rollout_tokens_per_s": rate}
+    record.add("rollout", "rollout", found | {"preemptions": stats.num_preemptions})
+    return rollouts
+
+
+def draw(args: argparse.Namespace, loaded: LoadedModel) -> list[Rollout]:
+    """Random tokens in the place of a rollout, with log-probs close to the model's own."""
+    vocabulary, shape = loaded.vocab_size, (args.response, overlap_ids(loaded.vocab_size))
+    unknown = KVStats(held=(), full=0, hybrid=0.0, peak=0, peak_bytes=0, num_compressions=0)
+    rollouts = [
+        Rollout(
+            prompt=Prompt(ids=tuple(torch.randint(0, vocabulary, (args.prompt,)).tolist())),
+            sample=i % GROUP,
+            token_ids=torch.randint(0, vocabulary, (args.response,)),
+            sampler_logprobs=torch.zeros(args.response),
+            completion_mask=torch.ones(args.response, dtype=torch.bool),
+            finish_reason="length",
+            kv=unknown,
+            top_ids=torch.randint(0, vocabulary, shape),
+            top_logprobs=torch.zeros(shape),
+        )
+        for i in range(args.sequences)
+    ]
+    scores = score(loaded.model, rollouts, max_tokens=args.max_tokens)
+    noise = 0.02 * torch.randn(args.sequences, args.response)
+    return [
+        replace(rollout, sampler_logprobs=found.dense_logprobs + off, top_logprobs=found.at_top_ids)
+        for rollout, found, off in zip(rollouts, scores, noise, strict=True)
+    ]
+
+
 def learn(args: argparse.Namespace, learner: Learner, rollouts: list[Rollout], guards: Guards, preset: str) -> float:
     """One update with drawn rewards; the norm of its gradient."""
     groups = [i // GROUP for i in range(len(rollouts))]
@@ -182,6 +208,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--optimizer", default="adamw", choices=["adamw", "adamw_8bit"])
     parser.add_argument("--offload", action="store_true", help="masters and moments in host memory")
     parser.add_argument("--lora", type=int, default=0)
+    parser.add_argument("--drawn", action="store_true", help="no rollout: learn from random tokens")
     parser.add_argument("--output", type=Path)
     return parser.parse_args()
 
@@ -189,7 +216,8 @@ def parsed() -> argparse.Namespace:
 def label(args: argparse.Namespace) -> str:
     cache = "dense" if args.dense else f"rkv {args.budget}+{args.interval}"
     parts = [args.shape, cache, f"{args.sequences} x {args.prompt}+{args.response}", args.activations, args.optimizer]
-    return ", ".join([*parts, *(["offload"] if args.offload else []), *([f"lora {args.lora}"] if args.lora else [])])
+    options = [(args.offload, "offload"), (args.lora, f"lora {args.lora}"), (args.drawn, "drawn")]
+    return ", ".join(parts + [name for given, name in options if given])
 
 
 def command(args: argparse.Namespace) -> str:

@@ -76,7 +76,7 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     if args.task == "words":
         warm_up(args)
-    call(args, "sweep", [*worker(args, "sweep", 0)], done=folder / "sweep.json")
+    call(args, "sweep", worker("sweep", 0), done=folder / "sweep.json")
     rows = json.loads((folder / "sweep.json").read_text())
     print(sweep_table(rows), flush=True)
     least = REWARD * rows[0]["reward"]
@@ -87,7 +87,7 @@ def main() -> None:
         [(arm, train_command(args, arm, budget), folder / arm / f"checkpoint-{args.steps}") for arm in args.arms], args
     )
     print(f"trained ({time.time() - began:.0f} s)", flush=True)
-    together([(f"{arm} end", worker(args, arm, budget), folder / arm / "final.json") for arm in args.arms], args)
+    together([(f"{arm} end", worker(arm, budget), folder / arm / "final.json") for arm in args.arms], args)
     results = [result(args, arm) for arm in args.arms]
     args.results.mkdir(parents=True, exist_ok=True)
     name = f"smollm2_{args.task}"
@@ -182,7 +182,7 @@ def train_command(args: argparse.Namespace, arm: str, budget: int) -> list[str]:
     return [sys.executable, "-m", "sparse_rl", "train", *words, *task_flags(args)]
 
 
-def worker(args: argparse.Namespace, work: str, budget: int) -> list[str]:
+def worker(work: str, budget: int) -> list[str]:
     return [sys.executable, *sys.argv, "--worker", work, str(budget)]
 
 

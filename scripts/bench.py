@@ -72,8 +72,9 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def outdated(records: list[dict[str, Any]], commit: str) -> list[str]:
-    """The commands of what was measured at other commits, each once."""
-    return list(dict.fromkeys(record["command"] for record in records if record["commit"] != commit))
+    """The commands of what was measured at other commits or not to its end, each once."""
+    due = [record["command"] for record in records if record["commit"] != commit or record.get("unfinished")]
+    return list(dict.fromkeys(due))
 
 
 def begin(before: Path) -> None:

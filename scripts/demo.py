@@ -50,6 +50,7 @@ def main() -> None:
     console.print(live_table(args.runs, args.problems))
     if RECORDED.exists():
         console.print(recorded_table(json.loads(RECORDED.read_text())))
+        print("Live runs are short and of one seed: they differ by little more than their errors.")
     sparse_rl(["report", *(str(args.runs / arm) for arm in ARMS), f"--output={args.runs / 'report.html'}"])
     print(f"{time.time() - began:.0f} s in all")
 
