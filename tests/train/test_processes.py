@@ -67,7 +67,7 @@ def learn(processes, rollouts_of, family="llama", dtype=torch.float64, max_token
     masters = ShardedWeights(model, processes) if processes.grouped else MasterWeights(model)
     head = masters.head if processes.grouped else Head(model)
     # eps well above the rounding of a gradient, which Adam would otherwise blow up to a whole step
-    optimizer = torch.optim.AdamW(masters.masters, lr=1e-3, eps=1e-4)
+    optimizer = torch.optim.AdamW(masters.masters, lr=1e-3, eps=1e-2)
     learner = Learner(head, optimizer, masters, ref_head=reference, processes=processes)
     metrics = []
     for i, (rollouts, batch) in enumerate(zip(rollouts_of, BATCHES, strict=False)):
