@@ -1,11 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shared fixtures. `--device cuda` runs the engine's tests on a GPU."""
+"""Shared fixtures. `--device cuda` runs the engine's tests on a GPU.
+
+Tests draw their inputs from Python's and torch's generators, or from numpy's with `seed`. What they draw follows from
+the files of the last commit: other numbers for every commit, the same numbers wherever that commit is tested.
+`--seed` gives others.
+"""
 
 from __future__ import annotations
 
 import gc
 import os
+import random
 import signal
+import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import lru_cache
@@ -32,6 +39,29 @@ gc.disable()  # until the tests are imported: there is no garbage before
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", default="cpu", help="torch device the engine's tests run on")
+    parser.addoption("--seed", default=None, help="any text: what the tests draw from; the last commit unless given")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Processes of pytest-xdist get the first one's options, and so its seed."""
+    if config.option.seed is None:
+        config.option.seed = last_commit()
+    if config.getoption("--hypothesis-seed", None) is None:
+        config.option.hypothesis_seed = str(random.Random(config.option.seed).randrange(1 << 63))
+
+
+def last_commit() -> str:
+    """Its files' hash, which a clone shares; without git, anything new."""
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD^{tree}"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return str(random.SystemRandom().randrange(1 << 63))
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"seed: {config.option.seed}"
 
 
 def pytest_collection_finish() -> None:
@@ -42,6 +72,17 @@ def pytest_collection_finish() -> None:
 
 def pytest_unconfigure() -> None:
     gc.unfreeze()
+
+
+@pytest.fixture(autouse=True)
+def seed(request: pytest.FixtureRequest) -> int:
+    """Another in every test, whatever ran before it; printed where the test fails."""
+    given = request.config.getoption("--seed")
+    seed = random.Random(f"{given} {request.node.nodeid}").randrange(1 << 63)
+    print(f"drawn from {seed} (--seed {given})")
+    random.seed(seed)
+    torch.manual_seed(seed)
+    return seed
 
 
 @pytest.fixture(scope="session")

@@ -24,8 +24,8 @@ def test_distribution_function():
 
 
 @pytest.mark.parametrize(("a", "b", "perfect"), [(2.209, 0.47, 0.547), (7.88, 0.55, 0.727), (0.6, 4.0, 0.0)])
-def test_known_parameters_are_found_again(a, b, perfect):
-    draw = np.random.default_rng()
+def test_known_parameters_are_found_again(a, b, perfect, seed):
+    draw = np.random.default_rng(seed)
     size = 40_000
     whole = draw.random(size) < perfect
     overlap = np.where(whole, 0.9995, PERFECT * draw.beta(a, b, size))
@@ -37,8 +37,8 @@ def test_known_parameters_are_found_again(a, b, perfect):
     assert found.mean == pytest.approx(overlap.mean(), abs=0.005)
 
 
-def test_a_wrong_shape_shows_in_the_distance():
-    draw = np.random.default_rng()
+def test_a_wrong_shape_shows_in_the_distance(seed):
+    draw = np.random.default_rng(seed)
     two_humps = np.concatenate([draw.normal(0.2, 0.02, 3000), draw.normal(0.6, 0.02, 3000)])
     found = fit(two_humps)
     assert found is not None and found.ks > 0.15
@@ -54,9 +54,9 @@ def test_published_fits(a, b, perfect, tail, mean):
     assert published.mean == pytest.approx(mean, abs=1e-3)
 
 
-def test_few_imperfect_tokens():
+def test_few_imperfect_tokens(seed):
     assert BetaFit(a=2.0, b=1.0, perfect=0.96, ks=0.0).quantile(0.05) is None
-    draw = np.random.default_rng()
+    draw = np.random.default_rng(seed)
     mostly = np.where(draw.random(5000) < 0.97, 1.0, draw.random(5000))
     found = fit(mostly)
     assert found is not None and found.quantile(0.05) is None and found.quantile(0.01) < PERFECT

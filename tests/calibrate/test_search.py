@@ -41,11 +41,11 @@ def test_coarse_pages_leave_fewer_budgets():
     assert budgets == [16, 32, 48, 64]
 
 
-def test_bins_are_pooled_until_they_have_enough():
+def test_bins_are_pooled_until_they_have_enough(seed):
     assert pool_bins([100, 30, 80, 0, 90, 20], 10, 90) == [(0, 10), (10, 30), (30, 60)]
     assert pool_bins([0, 0, 200, 0], 10, 100) == [(0, 30)]
     assert pool_bins([10, 10], 10, 100) == [(0, 20)]
-    draw = np.random.default_rng()
+    draw = np.random.default_rng(seed)
     counts = draw.integers(0, 50, 30).tolist()
     bins = pool_bins(counts, 7, 60)
     assert bins[0][0] == 0 and all(before[1] == after[0] for before, after in pairwise(bins))
@@ -53,8 +53,8 @@ def test_bins_are_pooled_until_they_have_enough():
 
 
 @pytest.mark.parametrize("trial", range(20))
-def test_no_schedule_that_holds_the_targets_is_cheaper(trial):
-    draw = np.random.default_rng()
+def test_no_schedule_that_holds_the_targets_is_cheaper(trial, seed):
+    draw = np.random.default_rng(seed)
     budgets, starts = [16, 32, 64, 128, 256], [0, 10, 20, 30]
     tails = np.sort(draw.random((5, 4)), axis=0) + draw.normal(0, 0.1, (5, 4))  # rising with the budget, and noise
     targets = (tails.max(axis=0) - draw.random(4) * 0.5).tolist()

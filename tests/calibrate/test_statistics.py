@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import random
 
 import numpy as np
 import pytest
@@ -34,11 +35,11 @@ def tokens(lengths, overlap=None, log_xi=None, entropy=None, prompt=10):
     )
 
 
-def test_quantiles_are_values_that_occurred():
-    values = np.random.default_rng().permutation(np.arange(1, 101) / 100)
+def test_quantiles_are_values_that_occurred(seed):
+    values = np.random.default_rng(seed).permutation(np.arange(1, 101) / 100)
     assert quantiles(values, [0.01, 0.05, 1.0]) == [0.01, 0.05, 1.0]
     assert quantiles(np.array([0.3]), [0.05]) == [0.3]
-    several = np.random.default_rng().random(np.random.default_rng().integers(20, 3000)).astype(np.float32)
+    several = np.random.default_rng(seed).random(random.randrange(20, 3000)).astype(np.float32)
     at = [0.01, 0.05, 0.5]
     assert quantiles(several, at) == np.quantile(several, at, method="inverted_cdf").tolist()
 
@@ -53,8 +54,8 @@ def test_veto_and_hazard_by_hand():
     assert veto(tokens([4, 5]))["hazard"] == 0.0
 
 
-def test_the_hazard_predicts_rejection_at_any_length():
-    draw, hazard = np.random.default_rng(), 2e-3
+def test_the_hazard_predicts_rejection_at_any_length(seed):
+    draw, hazard = np.random.default_rng(seed), 2e-3
     lengths = draw.integers(50, 1500, 3000)
     broken = draw.random(lengths.sum()) < hazard
     found = veto(tokens(lengths, log_xi=np.where(broken, -20.0, 0.0)))
@@ -104,8 +105,8 @@ def test_what_is_met_goes_with_the_budget_and_bins_without_tokens_are_named():
     assert note.startswith("no budget has enough tokens in the contexts 30-60, which keep the budget before them")
 
 
-def test_intervals_are_those_of_resampled_rollouts():
-    draw = np.random.default_rng()
+def test_intervals_are_those_of_resampled_rollouts(seed):
+    draw = np.random.default_rng(seed)
     lengths = draw.integers(20, 60, 40)
     rollouts = np.repeat(np.arange(40), lengths)
     values = np.clip(draw.beta(8, 1, 40)[rollouts] - 0.1 * draw.random(len(rollouts)), 0, 1)

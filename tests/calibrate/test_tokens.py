@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import random
+
 import numpy as np
 import pytest
 import torch
@@ -31,8 +33,9 @@ def loaded():
 
 
 @pytest.fixture(scope="module")
-def prompts(loaded):
-    generator = torch.Generator().manual_seed(torch.seed() % 2**31)
+def prompts(loaded, pytestconfig):
+    seed = random.Random(pytestconfig.getoption("--seed")).randrange(1 << 31)
+    generator = torch.Generator().manual_seed(seed)
     return [
         Prompt(ids=tuple(torch.randint(3, loaded.vocab_size, (length,), generator=generator).tolist()))
         for length in (9, 14, 5)

@@ -69,7 +69,7 @@ def test_pass_at_k_of_nonsense_is_refused(n, c, k):
 
 def test_the_estimator_is_unbiased():
     """Its mean over draws of 6 samples is the true chance that 3 samples hold a right one."""
-    draw = random.Random(seed := random.SystemRandom().randrange(1 << 30))
+    draw = random.Random(seed := random.randrange(1 << 30))
     p = draw.uniform(0.1, 0.6)
     values = [pass_at_k(6, sum(draw.random() < p for _ in range(6)), 3) for _ in range(20_000)]
     found = estimate(values)
@@ -86,7 +86,7 @@ def test_estimates_by_hand():
 
 
 def test_standard_errors_match_a_bootstrap():
-    generator = np.random.default_rng(seed := random.SystemRandom().randrange(1 << 30))
+    generator = np.random.default_rng(seed := random.randrange(1 << 30))
     solved = generator.binomial(8, generator.beta(1, 2, 200), 200) / 8
     other = np.clip(solved + generator.choice([-0.125, 0, 0.125], 200), 0, 1)
     chosen = generator.integers(0, 200, (4000, 200))
@@ -96,7 +96,7 @@ def test_standard_errors_match_a_bootstrap():
 
 
 def test_a_paired_difference_knows_more_than_two_means():
-    draw = random.Random(seed := random.SystemRandom().randrange(1 << 30))
+    draw = random.Random(seed := random.randrange(1 << 30))
     dense = [float(draw.random() < 0.5) for _ in range(300)]
     sparse = [value if draw.random() < 0.95 else 1 - value for value in dense]
     found = paired(sparse, dense)

@@ -69,7 +69,7 @@ def spellings(value: Fraction, rng: random.Random) -> list[str]:
 
 
 def test_fractions_are_equal_when_they_are():
-    rng = random.Random()
+    rng = random.Random(random.random())
     for _ in range(150):
         one = Fraction(rng.randint(-5000, 5000) or 1, rng.choice([1, 1, 2, 3, 7, 12, 64]))
         other = one if rng.random() < 0.5 else one + rng.choice([-1, 1]) * Fraction(1, rng.choice([1, 2, 97]))
@@ -80,7 +80,7 @@ def test_fractions_are_equal_when_they_are():
 
 
 def test_a_decimal_is_met_to_its_decimals_and_to_a_part_in_ten_thousand():
-    rng = random.Random()
+    rng = random.Random(random.random())
     for _ in range(100):
         places = rng.randint(1, 4)
         right = f"{rng.randint(1, 9999)}.{rng.randint(0, 10**places - 1):0{places}}"
@@ -97,7 +97,7 @@ def test_a_decimal_is_met_to_its_decimals_and_to_a_part_in_ten_thousand():
 
 
 def test_order_counts_in_tuples_alone():
-    rng = random.Random()
+    rng = random.Random(random.random())
     for _ in range(40):
         items = [str(value) for value in rng.sample(range(-99, 99), rng.randint(2, 5))]
         shuffled = rng.sample(items, len(items))
@@ -119,7 +119,7 @@ def test_bounds_are_open_or_closed():
 
 
 def test_signs_within_products_of_letters_count():
-    rng = random.Random()
+    rng = random.Random(random.random())
     for _ in range(30):
         a, b, c, d = rng.sample("abcdkmnpqruvwxyz", 4)
         terms = [a + b, c + d, str(rng.randint(1, 9)), f"{a}({b}+{c})", f"{b}{c}{d}"]
@@ -131,7 +131,7 @@ def test_signs_within_products_of_letters_count():
 
 
 def test_numbers_that_are_nearly_equal_differ():
-    rng = random.Random()
+    rng = random.Random(random.random())
     for _ in range(10):
         power = rng.randint(50, 900)
         for low, high in [(power, power + 1), (power, 2 * power)]:

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 import torch
 
@@ -41,10 +39,8 @@ def sample_triton():
 
 
 @pytest.fixture
-def fresh(device):
+def fresh(device, seed):
     """fresh(rows, size, dtype): logits, request keys and indices that no earlier run has seen."""
-    seed = random.SystemRandom().randrange(1 << 63)
-    print(f"seed {seed}")  # shown when the test fails
     generator = torch.Generator().manual_seed(seed)
 
     def build(rows, size, dtype=torch.float32):

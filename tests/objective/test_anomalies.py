@@ -26,9 +26,7 @@ def made_up(lengths, chance, generator):
 
 
 @pytest.fixture
-def generator():
-    seed = torch.seed()
-    print("seed", seed)
+def generator(seed):
     return torch.Generator().manual_seed(seed)
 
 

@@ -215,7 +215,7 @@ def test_verdicts_cannot_be_forged(reward):
         {"tests": None, "test": "def check(candidate):\n    assert candidate() == 'done'\n", "entry_point": "attack"},
     ]
     for way in ways:
-        names = list(FORGERIES) if way is ways[0] else random.SystemRandom().sample(list(FORGERIES), 6)
+        names = list(FORGERIES) if way is ways[0] else random.sample(list(FORGERIES), 6)
         scores = graded(reward, [*(FORGERIES[name] for name in names), RIGHT], **way)
         assert dict(zip(names, scores, strict=False)) == dict.fromkeys(names, 0.0), way
         assert scores[-1] == 1.0
@@ -238,7 +238,7 @@ def test_no_program_gets_itself_left_out(reward):
     ]
     same = "def same(value):\n    return value\n"
     for way in ways:
-        names = list(EXCUSES) if way is row else random.SystemRandom().sample(list(EXCUSES), 2)
+        names = list(EXCUSES) if way is row else random.sample(list(EXCUSES), 2)
         scores = graded(reward, [*(same + EXCUSES[name] for name in names), same + RIGHT], **way)
         assert dict(zip(names, scores, strict=False)) == dict.fromkeys(names, 0.0), way
         assert scores[-1] == 1.0, way

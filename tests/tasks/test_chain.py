@@ -34,13 +34,6 @@ def embedded():
     return load("embedded")
 
 
-@pytest.fixture
-def seed():
-    seed = random.SystemRandom().randrange(1 << 20)
-    print(f"seed {seed}")  # shown where a test fails
-    return seed
-
-
 def text_of(ids: torch.Tensor) -> str:
     return "".join(SYMBOLS[i] for i in ids.tolist())
 

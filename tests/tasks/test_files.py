@@ -14,7 +14,7 @@ from sparse_rl.tasks.files import read_table
 
 def made(count: int) -> list[dict]:
     """Rows with a string, a number, a list of messages and a table in them."""
-    draw = random.SystemRandom()
+    draw = random.Random(random.random())
     return [
         {
             "prompt": [{"role": "user", "content": f"is it {draw.randrange(100)}? ü\u2028\n"}],

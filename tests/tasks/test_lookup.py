@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import random
 import re
 
 import pytest
@@ -20,13 +19,6 @@ def tokenizer(chat: bool = True):
     made = tiny_tokenizer()
     made.chat_template = CHATML if chat else None
     return made
-
-
-@pytest.fixture
-def seed():
-    seed = random.SystemRandom().randrange(1 << 20)
-    print(f"seed {seed}")
-    return seed
 
 
 @pytest.mark.parametrize("config", SETTINGS, ids=str)

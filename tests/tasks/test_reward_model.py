@@ -43,7 +43,7 @@ def alone(path, text):
 
 def test_rewards_are_the_logits_of_each_text_alone(tmp_path):
     reward = build_reward(write(tmp_path))
-    draw = random.SystemRandom()
+    draw = random.Random(random.random())
     texts = ["".join(draw.choices("abc ", k=draw.randint(1, 30))) for _ in range(20)]  # more than a batch
     rewards = reward(prompts=["hi "] * 20, completions=texts, answer=None)
     assert rewards == pytest.approx([alone(tmp_path, f"hi {text}") for text in texts], abs=1e-5)

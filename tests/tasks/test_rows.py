@@ -94,7 +94,7 @@ def test_rows_survive_unusual_files(tmp_path):
 
 
 def test_every_row_comes_once_an_epoch_in_another_order():
-    size, seed = random.SystemRandom().randint(20, 40), random.SystemRandom().randrange(1 << 30)
+    size, seed = random.randint(20, 40), random.randrange(1 << 30)
     task = rows(size)
     epochs = [order(task, epoch * size, size, seed) for epoch in range(5)]
     assert all(sorted(epoch) == list(range(size)) for epoch in epochs), (size, seed)

@@ -38,9 +38,6 @@ def test_from_every_start_to_every_right_budget_within_30_steps_and_it_stays(sta
 @pytest.mark.parametrize("start", [0, 17])
 def test_with_noise_it_is_within_a_grid_step_and_stays(start):
     """Many random models of several bins: from far too small and far too large."""
-    seed = random.randrange(1 << 30)
-    print("seed", seed)
-    random.seed(seed)
     late = []
     for _ in range(50):
         right = list(accumulate([random.randrange(1, 8), *random.choices(range(3), k=4)]))
@@ -54,9 +51,6 @@ def test_with_noise_it_is_within_a_grid_step_and_stays(start):
 @pytest.mark.parametrize(("spread", "tokens", "rollouts"), [(60, 300, 4), (200, 1000, 8), (1000, 5000, 64)])
 def test_rollouts_that_differ_do_not_drive_it_up(spread, tokens, rollouts):
     """A step's share is no better known than that of `spread` tokens, fewer than there are: it stays within a step."""
-    seed = random.randrange(1 << 30)
-    print("seed", seed)
-    random.seed(seed)
     apart = []
     for run in range(12):
         right = random.randrange(4, 14)

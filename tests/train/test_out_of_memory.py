@@ -54,7 +54,7 @@ def test_an_update_out_of_memory_is_done_again_with_half_the_tokens(tmp_path, mo
         trainer = trainer_of(tmp_path / "counted", steps=1)
         passed = at_call("update", patch, lambda: None)
         trainer.train()
-    count, error = random.SystemRandom().randint(1, len(passed)), random.SystemRandom().choice(ERRORS)
+    count, error = random.randint(1, len(passed)), random.choice(ERRORS)
     print(f"{type(error).__name__} at microbatch {count} of {len(passed)}")
     with monkeypatch.context() as patch:
         at_call("update", patch, fail_with(error), count=count)
@@ -159,7 +159,7 @@ NO_EVAL = {"eval": EvalConfig(prompts=0)}
 
 
 def test_a_rollout_out_of_memory_is_done_again_with_half_the_rows(tmp_path, monkeypatch, caplog):
-    error, count = random.SystemRandom().choice(ERRORS), random.SystemRandom().randint(1, 6)
+    error, count = random.choice(ERRORS), random.randint(1, 6)
     print(f"{type(error).__name__} at decode step {count}")
     engine = EngineConfig(rows=4, page_size=16, max_prefill_tokens=4096)
     trainer_of(tmp_path / "half", steps=2, parts=NO_EVAL | {"engine": engine}).train()

@@ -47,7 +47,7 @@ def whole(tmp_path_factory, calls):
 @pytest.mark.parametrize("point", POINTS)
 def test_a_run_killed_anywhere_resumes_bit_for_bit(whole, calls, tmp_path, point):
     """At a point drawn anew each time; the message of a failure names it."""
-    count = random.SystemRandom().randint(1, calls[point])
+    count = random.randint(1, calls[point])
 
     def killed():
         small_run.watch(point, on_call=lambda passed: small_run.kill(passed, count))

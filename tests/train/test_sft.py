@@ -40,14 +40,6 @@ def random_rows(count: int, seed: int) -> list[Example]:
     return [Example(prompt=Prompt(ids=tuple(ids(1, 40))), token_ids=torch.tensor(ids(1, 30))) for _ in range(count)]
 
 
-@pytest.fixture
-def seed() -> int:
-    """Another one each time; a failure shows it."""
-    seed = random.SystemRandom().randrange(1 << 31)
-    print("seed", seed)
-    return seed
-
-
 def learnt(family: str, examples: list[Example], max_tokens: int) -> tuple[float, list[torch.Tensor]]:
     """The loss, and the gradient as what plain gradient descent at rate 1 takes off the weights."""
     model = fresh(family, torch.float64).model
@@ -157,7 +149,7 @@ def assert_same(got: SFTTrainer, expected: SFTTrainer) -> None:
 def test_a_stopped_run_resumes_bit_for_bit(whole, tmp_path, monkeypatch, point, at):
     """In an update, an evaluation or a save, drawn anew each time; and in the evaluation of the last and best step."""
     name = "sparse_rl.train.checkpoint.save" if point == "checkpoint.save" else f"sparse_rl.train.sft.{point}"
-    at = at or random.SystemRandom().randint(1, {"learn": 6, "mean_nll": 4, "checkpoint.save": 6}[point])
+    at = at or random.randint(1, {"learn": 6, "mean_nll": 4, "checkpoint.save": 6}[point])
     print(f"stopped at {point} {at}")
     original = checkpoint.save if point == "checkpoint.save" else {"learn": learn, "mean_nll": mean_nll}[point]
     calls: list[int] = []

@@ -62,7 +62,7 @@ def test_a_signal_in_an_update_saves_the_last_step_and_resumes_bit_for_bit(
     whole, tmp_path, monkeypatch, caplog, number, later
 ):
     """In a step drawn anew each time; it is thrown away unless that was its last forward."""
-    run, step = tmp_path / "run", random.SystemRandom().randint(1, 5)
+    run, step = tmp_path / "run", random.randint(1, 5)
     print(f"{number.name} in step {step + 1}, forward {later + 1}")
     trainer, passed = sft_of(run), []
 
@@ -117,7 +117,7 @@ def test_memory_that_runs_out_halves_the_tokens_and_the_rest_is_the_run_that_had
 ):
     """In the first evaluation; in a backward, when some gradients are there already."""
     with monkeypatch.context() as patch:
-        at_forward(patch, fail_with(random.SystemRandom().choice(ERRORS)), lambda: True)
+        at_forward(patch, fail_with(random.choice(ERRORS)), lambda: True)
         sft_of(tmp_path / "evaluated", max_tokens=2 * TOKENS).train()
     said = f"it is done again, and trainer.max_tokens is {TOKENS} from here on"
     assert caplog.text.count(f"out of memory in an evaluation: {said}") == 1

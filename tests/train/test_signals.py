@@ -90,7 +90,7 @@ def test_a_signal_in_an_evaluation_keeps_what_was_learnt(whole, tmp_path):
 
 def test_a_signal_anywhere_resumes_bit_for_bit(whole, tmp_path, monkeypatch):
     """At a place drawn anew each time; the message of a failure names it."""
-    point, count = random.SystemRandom().choice(list(small_run.POINTS)), random.SystemRandom().randint(1, 30)
+    point, count = random.choice(list(small_run.POINTS)), random.randint(1, 30)
     print(f"signal at {point} {count}")
     run = tmp_path / "run"
     with monkeypatch.context() as patch:
