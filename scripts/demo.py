@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What sparse rollouts do to training, live and recorded: the naive arm and sparse_rl on the embedded model.
 
-    python scripts/demo.py [--steps 20]
+    python scripts/demo.py [--steps 20] [--runs FOLDER]
 
 Trains both arms for a few steps on this machine, evaluates each with the dense and with the sparse cache on held-out
 problems, prints that beside the recorded runs of benchmarks/arms.py, and writes a report. Whatever happened is shown.
+With the --runs of a demo that was stopped it goes on where that one ended.
 """
 
 from __future__ import annotations
@@ -35,10 +36,12 @@ def main() -> None:
     if args.steps < 1 or args.problems < 2:
         parser.error("--steps must be at least 1 and --problems at least 2")
     began = time.time()
+    print(f'if this is stopped, make demo DEMO="--runs {args.runs} --steps {args.steps}" goes on with it')
     for arm, preset in ARMS.items():
         settings = {
             "trainer.output_dir": args.runs / arm,
             "trainer.steps": args.steps,
+            "trainer.resume_from_checkpoint": any((args.runs / arm).glob("checkpoint-*")),
             "correction.preset": preset,
             "eval.every": 0,
             "eval.prompts": args.problems,

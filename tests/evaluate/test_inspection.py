@@ -202,6 +202,7 @@ def test_the_command_writes_a_page_and_a_picture(tmp_path, capsys):
     assert "never cut" not in printed
     main([*command, "--kv", "rkv", "--output", str(tmp_path / "out")])
     assert "rkv was never cut: it is due at 640 entries (interval 128), and the text has" in capsys.readouterr().out
+    main(["inspect", "--prompt", "b=e5;a=c8;|b", "--max-tokens", "2", "--output", str(tmp_path / "own")])  # no newline
     with pytest.raises(SystemExit):
         main([*command, "--kv", "rvk:64"])
     assert "did you mean 'rkv'" in capsys.readouterr().err

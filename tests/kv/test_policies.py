@@ -35,6 +35,8 @@ from sparse_rl.kv import build_policy
         ({"policy": "snapkv", "kernel": 7.0}, "kv.kernel is 7.0; it must be a whole number"),
         ({"policy": "random", "seed": 1.5}, "kv.seed is 1.5; it must be a whole number"),
         ({"policy": "knorm", "sinks": True}, "kv.sinks is True; it must be a whole number"),
+        ({"policy": "rkv", "protect_prompt": "no"}, "kv.protect_prompt is 'no'; it must be true or false"),
+        ({"policy": "pages_mean", "budget": "nope.json"}, "nope.json"),
         ({"policy": "knorm", "budget": 10**20}, "kv.budget is 1(0){20}; it must be at most 16777216"),
     ],
 )

@@ -14,7 +14,7 @@ from schedules import named
 
 import sparse_rl
 from sparse_rl.kv import RKV, EvictPolicy, Full, SnapKV, Streaming, build_policy
-from sparse_rl.kv.sparse_cache import PAGE_SIZE, SparseCache
+from sparse_rl.kv.sparse_cache import SparseCache
 from sparse_rl.rollout import Engine, EngineConfig, Sampling
 
 LENGTHS = (7, 41, 23, 30)  # the second and the fourth are over every budget below
@@ -148,8 +148,8 @@ def test_memory_is_bounded_by_the_trigger(tiny, prompts):
 
     cache.__class__ = Watched
     generate(loaded.model, prompts(90, 70), cache, max_new_tokens=60)
-    pages = -(-policy.trigger(90, 0) // PAGE_SIZE)
-    bound = (2 * pages + 1) * PAGE_SIZE * shape.entry_bytes + 3 * shape.query_bytes(5)
+    pages = -(-policy.trigger(90, 0) // cache.page_size)
+    bound = (2 * pages + 1) * cache.page_size * shape.entry_bytes + 3 * shape.query_bytes(5)
     assert len(peaks) == 60 and max(peaks) <= bound
     assert cache.pool.k.nbytes * 3 < 4 * 2 * (90 + 60) * shape.num_kv_heads * shape.head_dim * 4  # L B S K D bytes
 
@@ -176,6 +176,55 @@ def test_a_second_generate_goes_on_from_the_first(tiny, reference, prompts):
             mask = torch.cat([mask, torch.ones_like(out[:, mask.shape[1] :]), more_mask], dim=1)
         outputs.append(each.generate(ids, attention_mask=mask, past_key_values=cache, **settings).tolist())
     assert outputs[0] == outputs[1]
+
+
+def test_a_row_that_ended_early_cannot_lose_its_padding(tiny, prompts):
+    """generate feeds padding to it, which the next turn's mask leaves out."""
+    model, cache = tiny().model, SparseCache("rkv", budget=500)
+    ids, mask = padded(prompts(9, 14), model.device)
+    more = torch.ones((2, 3), dtype=ids.dtype, device=ids.device)
+    with torch.no_grad():
+        model(torch.cat([ids, more], dim=1), attention_mask=torch.cat([mask, more], dim=1), past_key_values=cache)
+        mask = torch.cat([mask, more, more], dim=1)
+        model(more, attention_mask=mask, past_key_values=cache)
+        mask = torch.cat([mask, more], dim=1)
+        mask[0, ids.shape[1] + 1 : ids.shape[1] + 3] = 0
+        with pytest.raises(ValueError, match=r"tokens of row 0 that .* reset\(\) and give the whole texts"):
+            model(more, attention_mask=mask, past_key_values=cache)
+        cache.reset()
+        model(ids, past_key_values=cache)
+
+
+def test_a_cache_outlives_inference_mode(tiny, prompts):
+    model, cache, other = tiny().model, SparseCache("rkv", budget=20, interval=4), SparseCache("rkv", 20, interval=4)
+    ids = torch.tensor(prompts(50), device=model.device)
+    with torch.inference_mode():
+        model(ids, past_key_values=cache)
+    with torch.no_grad():
+        model(ids, past_key_values=other)
+        more = [model(ids[:, :30], past_key_values=each).logits for each in (cache, other)]
+    assert torch.equal(*more)
+
+
+def test_another_model_needs_another_cache(tiny, prompts):
+    cache = SparseCache("streaming", budget=8)
+    generate(tiny(layers=2).model, prompts(5), cache)
+    with pytest.raises(ValueError, match="a model of 4 layers on a SparseCache that holds the entries of 2"):
+        generate(tiny(layers=4).model, prompts(60), cache)
+
+
+def test_larger_pages_are_the_engines(tiny, prompts):
+    loaded, policy, given = tiny(layers=4, dtype=torch.float64), build_policy("quest", budget=96), prompts(300)
+    engine = Engine(loaded, policy, EngineConfig(rows=1, page_size=32))
+    (expected,) = engine.generate(given, Sampling(max_tokens=12, temperature=0.0, stop_ids=()))
+    found = {
+        size: generate(loaded.model, given, SparseCache(policy, page_size=size), max_new_tokens=12)[1]
+        for size in (16, 32)
+    }
+    torch.testing.assert_close(found[32][0].cpu().float(), expected.sampler_logprobs, atol=1e-4, rtol=0)
+    assert (found[16] - found[32]).abs().max() > 1e-3
+    with pytest.raises(ValueError, match="page_size is 0"):
+        SparseCache("rkv", page_size=0)
 
 
 def test_a_chunk_over_the_trigger_is_cut(tiny, prompts):

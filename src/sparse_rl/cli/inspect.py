@@ -107,4 +107,5 @@ def _prompt(model: str, text: str | None, loaded: LoadedModel) -> Prompt:
         return Lookup().build(loaded.tokenizer).held_out(1)[0]
     if text.startswith("@"):
         text = Path(text[1:]).read_text()
-    return make_prompt({"prompt": as_turn(text, loaded.tokenizer)}, "--prompt", loaded.tokenizer)
+    given = as_turn(text, loaded.tokenizer) if loaded.tokenizer.chat_template else text
+    return make_prompt({"prompt": given}, "--prompt", loaded.tokenizer)

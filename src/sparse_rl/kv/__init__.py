@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KV policies by name. Adding one: a file beside these, a line here, a row in tests/kv/test_policies.py."""
+"""KV policies by name. Adding one: a file beside these, a line here, a reference in tests/slow_evict.py."""
 
 from __future__ import annotations
 

@@ -41,6 +41,7 @@ class PagedCache:
     through `offsets` in device memory, so a captured graph stays good wherever they come to lie.
     """
 
+    @torch.inference_mode(False)  # tensors made in that mode could not be written to outside of it
     def __init__(
         self,
         shape: AttentionShape,
@@ -85,6 +86,7 @@ class PagedCache:
         self.num_pages = 0
         self._make(0)
 
+    @torch.inference_mode(False)
     def resume(self, num_pages: int) -> None:
         """Make pages, empty ones, unless there are just as many."""
         if self.num_pages == num_pages:

@@ -119,6 +119,8 @@ class EvictPolicy(KVPolicy, ABC):
             at_least(self, "budget", 1)
         at_least(self, "interval", 1)
         at_least(self, "sinks", 0)
+        if type(self.protect_prompt) is not bool:
+            raise ValueError(f"kv.protect_prompt is {self.protect_prompt!r}; it must be true or false.")
         one_of(self, "index", "per_head", "shared")
         needed = self.sinks + self.num_recent
         least = self.schedule.budgets[0]

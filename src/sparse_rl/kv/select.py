@@ -49,6 +49,7 @@ class SelectPolicy(KVPolicy, ABC):
         at_least(self, "first", 0)
         at_least(self, "last", 1)
         at_least(self, "dense_layers", 0)
+        _ = self.schedule  # what is wrong with it is said now
 
     @property
     def selection(self) -> SelectPolicy:

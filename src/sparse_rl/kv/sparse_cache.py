@@ -28,7 +28,6 @@ from sparse_rl.kv.select import decode_step
 from sparse_rl.model.attention import HOLDER, NAME, UnsupportedModelError
 from sparse_rl.model.dry_run import AttentionShape
 
-PAGE_SIZE = 16
 GROWTH = 4  # a pool that is full grows by one in so many
 
 
@@ -36,11 +35,14 @@ class SparseCache(Cache):
     """`past_key_values` under a policy: a name with its settings, or a policy object.
 
     Works with batches padded on the left, sampling, beam search, and a further `generate` on the same cache. Each row
-    is cut when the engine would cut it. A prompt that comes in chunks is cut after each of them; it ends where a pass
-    has one token.
+    is cut when the engine would cut it; after the first prompt a pass of several tokens is cut at its end, if at all. A
+    prompt that comes in chunks is cut after each of them; it ends where a pass has one token. `page_size` is the
+    engine's; what selecting policies read hangs on it.
     """
 
-    def __init__(self, policy: str | KVPolicy = "rkv", budget: int | str | None = None, **settings: Any) -> None:
+    def __init__(
+        self, policy: str | KVPolicy = "rkv", budget: int | str | None = None, *, page_size: int = 16, **settings: Any
+    ) -> None:
         super().__init__(layers=[])
         if budget is not None:
             settings["budget"] = budget
@@ -50,8 +52,10 @@ class SparseCache(Cache):
             raise ValueError(f"{', '.join(settings)} beside a policy object; set them on the policy instead.")
         if not isinstance(policy, KVPolicy):
             raise ValueError(f"policy is {policy!r}; give a policy's name, or a policy like Streaming(budget=64).")
-        policy.check_page_size(PAGE_SIZE)
-        self.policy = policy
+        if type(page_size) is not int or page_size < 1:
+            raise ValueError(f"page_size is {page_size!r}; it must be a whole number, at least 1.")
+        policy.check_page_size(page_size)
+        self.policy, self.page_size = policy, page_size
         self.make_step = decode_step(policy.selection)
         self.reset()
 
@@ -68,7 +72,8 @@ class SparseCache(Cache):
         self.num_compressions: list[int] = []
         self.next_layer = 0
         self.handed: int | None = None  # a layer whose keys are on their way to our attention
-        self.padding_BS: torch.Tensor | None = None
+        self.padding_BS: torch.Tensor | None = None  # the mask of the pass under way, false where a token is padding
+        self.seen_BS: torch.Tensor | None = None  # the last mask there was
         self.num_layers = 0
         self.prompt: PrefillStep | None = None  # the forward pass under way: a prompt,
         self.steps: list[tuple[int, torch.Tensor | None, DecodeStep]] = []  # or its tokens, of all rows or of some
@@ -111,15 +116,14 @@ class SparseCache(Cache):
     def get_max_length(self, layer_idx: int | None = None) -> int:
         return -1
 
-    def get_max_cache_shape(self, layer_idx: int = 0) -> int:
-        return -1
-
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Row i goes on from what row beam_idx[i] holds."""
         assert self.pool is not None
         rows = [int(row) for row in beam_idx]
         self.pool.copy_pages(*([page for row in order for page in self._pages(row)] for order in (rows, self._rows)))
         self.pool.queries[:, : len(rows)] = self.pool.queries[:, beam_idx.to(self.pool.queries.device)]
+        if self.seen_BS is not None:
+            self.seen_BS = self.seen_BS[beam_idx.to(self.seen_BS.device)]
         for counts in (self.prompt_lens, self.contexts, self.entries, self.cut, self.num_compressions):
             counts[:] = [counts[row] for row in rows]
 
@@ -164,7 +168,7 @@ class SparseCache(Cache):
 
     @property
     def num_bytes(self) -> int:
-        """What is held: keys, values, positions, scores if there are any, and the last queries."""
+        """What is held: keys, values, positions, the last queries, and scores and landmarks if there are any."""
         return 0 if self.pool is None else sum(t.nbytes for t in (*self.pool.page_pools, self.pool.queries))
 
     def positions(self, row: int) -> torch.Tensor:
@@ -175,8 +179,32 @@ class SparseCache(Cache):
     # What our attention asks for.
 
     def context(self, num_layers: int, padding_BS: torch.Tensor | None) -> SparseCache:
+        if self.pool is not None and num_layers != self.num_layers:
+            raise UnsupportedModelError(
+                f"a model of {num_layers} layers on a SparseCache that holds the entries of {self.num_layers}; use one "
+                "cache a model, or call reset()."
+            )
+        if self.next_layer == 0:  # or the pass is under way
+            self._check_padding(padding_BS)
+            self.seen_BS = self.seen_BS if padding_BS is None else padding_BS
         self.num_layers, self.padding_BS = num_layers, padding_BS
         return self
+
+    def _check_padding(self, padding_BS: torch.Tensor | None) -> None:
+        """A token that was stored cannot become padding, nor the other way round."""
+        if padding_BS is None or not self.num_columns or padding_BS.shape[0] != len(self.entries):
+            return
+        now_BS = padding_BS[:, : self.num_columns]
+        then_BS = torch.ones_like(now_BS) if self.seen_BS is None else self.seen_BS
+        changed_BS = now_BS[:, : then_BS.shape[1]] != then_BS
+        if not changed_BS.any():
+            return
+        rows = changed_BS.any(dim=1).nonzero().flatten().tolist()
+        raise ValueError(
+            f"the attention mask has changed for tokens of row {', '.join(map(str, rows))} that this SparseCache has "
+            "seen: generate feeds padding to a row that has ended before the others, and a cache cannot take it back. "
+            "Call reset() and give the whole texts, or generate one row at a time."
+        )
 
     def attend(
         self,
@@ -256,7 +284,7 @@ class SparseCache(Cache):
             )
         self.prompt_lens = [int(n) for n in self.valid_BT.sum(axis=1)]
         self.contexts, self.entries, self.cut, self.num_compressions = ([0] * batch for _ in range(4))
-        self.width = -(-max(self.prompt_lens) // PAGE_SIZE)
+        self.width = -(-max(self.prompt_lens) // self.page_size)
         shape = AttentionShape(
             num_heads=num_heads,
             num_kv_heads=k_BKTD.shape[1],
@@ -267,7 +295,7 @@ class SparseCache(Cache):
             device=k_BKTD.device,
         )
         self.pool = self._new_pool(shape)
-        pages = [self._pages(row)[: -(-length // PAGE_SIZE)] for row, length in enumerate(self.prompt_lens)]
+        pages = [self._pages(row)[: -(-length // self.page_size)] for row, length in enumerate(self.prompt_lens)]
         self.prompt = PrefillStep(self.pool, boundaries=[0, *accumulate(self.prompt_lens)], pages=pages)
 
     def _begin_tokens(self) -> None:
@@ -290,7 +318,7 @@ class SparseCache(Cache):
                 lengths_B=lengths_B,
                 positions_B=positions_B,
                 rows_B=rows_B,
-                max_length=self.width * PAGE_SIZE,
+                max_length=self.width * self.page_size,
             )
             self.steps.append((t, None if valid_B.all() else rows_B, step))
             positions = positions + valid_B
@@ -332,7 +360,7 @@ class SparseCache(Cache):
         assert self.pool is not None
         device = self.pool.shape.device
         targets = [self._target(policy, row) for row in rows]
-        width = -(-max(self.entries[row] for row in rows) // PAGE_SIZE)
+        width = -(-max(self.entries[row] for row in rows) // self.page_size)
         known = (self.entries, self.contexts, self.prompt_lens, self.cut)
         lengths_B, contexts_B, prompt_lens_B, cut_B = to_device([[of[row] for row in rows] for of in known], device)
         compress(
@@ -365,12 +393,12 @@ class SparseCache(Cache):
     def _fit(self, entries: int) -> None:
         """Give every row pages for so many entries: more if they are short, fewer if it never needs that many again."""
         assert self.pool is not None
-        needed, wanted = -(-entries // PAGE_SIZE), self.width
+        needed, wanted = -(-entries // self.page_size), self.width
         if needed > self.width:
             wanted = max(needed, self.width + self.width // GROWTH)
         if isinstance(self.policy, EvictPolicy):
             bound = max(self._trigger(self.policy, row) for row in self._rows)
-            wanted = max(needed, min(wanted, -(-bound // PAGE_SIZE)))
+            wanted = max(needed, min(wanted, -(-bound // self.page_size)))
         if wanted != self.width:
             kept = min(wanted, self.width)
             saved = self.pool.save([page for row in self._rows for page in self._pages(row)[:kept]])
@@ -378,12 +406,11 @@ class SparseCache(Cache):
             self.pool.resume(len(self._all_pages()))
             self.pool.restore(saved, [page for row in self._rows for page in self._pages(row)[:kept]])
 
-    @torch.inference_mode(False)  # tensors made in that mode could not be written to outside of it
     def _new_pool(self, shape: AttentionShape) -> PagedCache:
         return PagedCache(
             shape,
             num_pages=len(self._all_pages()),
-            page_size=PAGE_SIZE,
+            page_size=self.page_size,
             num_rows=len(self.prompt_lens),
             num_queries=self.policy.num_queries,
             keeps_score=self.policy.keeps_score,

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Caches side by side as one picture: what each holds and reads over time, the overlap under it, and the text.
 
-A column is a cache. Its map has a token of the text at each x, and time runs down; the overlap shares the map's x axis.
+A column is a cache, four of them in a row. Its map has a token of the text at each x, and time runs down; the overlap
+shares the map's x axis.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 WIDTH, MAP, OVERLAP, MARGIN = 4.3, 2.7, 1.2, 0.75  # inches: of a column, of its parts, left of it
-GAPS = (0.12, 0.6, 0.0)  # below each part
+GAPS = (0.12, 0.6, 0.35)  # below each part
+ACROSS = 4  # columns beside each other
 TOP, BOTTOM = 0.55, 0.95  # for a cache's name and numbers, for what the shades mean
 COLUMNS, LINES = 72, 26  # characters a line of the text, lines at most
 CAPTION = """Map: the share of layers and heads that {verb} a position. Text: for how much of the time since a token was
@@ -74,11 +76,13 @@ def _figure(readings: list[Reading]) -> Figure:
     text = readings[0].text
     lines = wrapped(text)
     heights = (MAP, OVERLAP, LINE * len(lines))
-    total = TOP + sum(heights) + sum(GAPS) + BOTTOM
-    wide = len(readings) * (WIDTH + MARGIN) + 0.3
+    each = TOP + sum(heights) + sum(GAPS)
+    total = -(-len(readings) // ACROSS) * each + BOTTOM
+    wide = min(len(readings), ACROSS) * (WIDTH + MARGIN) + 0.3
     figure = Figure(figsize=(wide, total))
-    for column, reading in enumerate(readings):
-        left, top = MARGIN + column * (WIDTH + MARGIN), total - TOP
+    for i, reading in enumerate(readings):
+        row, column = divmod(i, ACROSS)
+        left, top = MARGIN + column * (WIDTH + MARGIN), total - row * each - TOP
         axes = []
         for height, gap in zip(heights, GAPS, strict=True):
             top -= height
