@@ -89,8 +89,20 @@ def test_predictions_move_the_right_way():
 
 def test_how_policies_read():
     reading = Reading.of(RKV(budget=64, interval=16), 64)
-    assert (reading.landmarks, reading.dense_layers, reading.more) == (0, 0, 8)
+    assert (reading.landmarks, reading.dense_layers) == (0, 0)
     assert reading.entries(np.array([10, 70, 200])).tolist() == [10, 70, 72]
+    both = Reading.of(RKV(budget=1024, interval=128, select="pages_mean", select_budget=256), 16)
+    at = np.array([100, 1000, 32768])
+    assert both.held(at).tolist() == [100, 1000, 1088] and both.entries(at).tolist() == [100, 256, 256]
+    model, machine = shape_model("qwen3-1.7b", 2), gpu("h200")
+    times = [
+        step_s(model, machine, at[-1:], rows=16, reading=Reading.of(policy, 16))[0]
+        for policy in (RKV(budget=1024, interval=128, select="pages_mean", select_budget=256), RKV(budget=1024))
+    ]
+    # 26 of 28 layers read 256 entries and score 1088 / 16 landmarks instead of reading 1088 entries
+    width = 28 * 8 * 128 * 2
+    saved = 16 * 26 / 28 * (2 * width * (1088 - 256) - width * 1088 / 16) / machine.bandwidth
+    assert times[1] - times[0] == pytest.approx(saved)
     with pytest.raises(ValueError, match="'full' reads everything"):
         Reading.of(Full(), 64)
 

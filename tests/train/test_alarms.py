@@ -27,7 +27,8 @@ def flags(alarms, metrics, steps, first=1, measured=()):
     found = []
     for step in range(first, first + steps):
         line = metrics(step) if callable(metrics) else metrics
-        got = alarms.look(step, line, list(measured(step) if callable(measured) else measured), 0.86, 0.05)
+        tails = measured(step) if callable(measured) else measured
+        got = alarms.look(step, line, None if tails is None else list(tails), 0.86, 0.05)
         assert set(got) == {f"alarm/{name}" for name in NAMES}
         found.append({name.removeprefix("alarm/") for name, on in got.items() if on})
     return found
@@ -106,6 +107,12 @@ def test_a_tail_is_judged_by_rollouts_and_over_as_many_steps_as_it_takes():
     assert flags(alarms, FINE, 20, measured=[tail(0.0, tokens=few.tokens)]) == [{"tail"}] * 16 + [set()] * 4
     flags(alarms, FINE, 8, measured=[few])
     assert flags(alarms, FINE, 12) == [{"tail"}] * 9 + [set()] * 3, "it lasts no longer than there are such contexts"
+
+
+def test_steps_that_measure_nothing_change_nothing(caplog):
+    """A tail that is measured every 20 steps, and always bad, is warned of once."""
+    found = flags(Alarms(), FINE, 100, measured=lambda step: None if step % 20 else [tail(0.5)])
+    assert found == [set()] * 19 + [{"tail"}] * 81 and len(caplog.records) == 1
 
 
 def test_a_healthy_tail_is_let_alone():

@@ -138,6 +138,16 @@ def test_a_calibration_is_believed_and_a_number_is_searched_from(tmp_path):
     assert Plant([3, 7, 7]).run(controller(GRID[3], bins=3), 2)[-1] != [3, 3, 3]
 
 
+def test_a_calibrations_own_budgets_are_kept():
+    """Off the grid they take the place of their neighbours; a step inside a bin could not be kept."""
+    kv, config = RKV(budget="270@0+700@500+2100@1000+2200@1500", window=8), ControlConfig(auto=True, bin=500)
+    grid = grid_of(config, kv)
+    calibrated = Controller(config, kv, grid, 2000)
+    assert calibrated.schedule.text == kv.budget and len(grid) == len(GRID)
+    with pytest.raises(ValueError, match=r"steps at 500 tokens, inside a bin of control.bin 2000.* control.bin to 500"):
+        Controller(ControlConfig(auto=True), kv, grid, 2000)
+
+
 def test_a_calibration_with_one_step_is_believed_too(tmp_path):
     save(Schedule((0,), (GRID[3],)), tmp_path / "schedule.json")
     for budget in (str(tmp_path / "schedule.json"), f"{GRID[3]}@0"):

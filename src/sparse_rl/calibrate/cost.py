@@ -8,8 +8,8 @@ head; I operations a device does while it moves one element. reads = sum over to
     sparse   2 P N L_out + 2 r N D reads + 2 I N D reads + scoring
     scoring  2 N L_in D L_out / page + r N D L_out^2 / (2 page) + I (2 L_in D L_out / page + N D L_out^2 / (2 page))
 
-In the paper the terms with L_in are printed without "/ page"; `printed` leaves it out too. Dense layers read everything
-and score nothing. The time of a step, for `rows` sequences at one context:
+In the paper the terms with L_in are printed without "/ page"; `printed` leaves it out too. Dense layers read all that
+is held and score nothing. The time of a step, for `rows` sequences at one context:
 
     max(b W / BW, 2 W rows / F) + rows kv reads / BW + rows landmarks / BW + 4 rows V / BW + fixed
 
@@ -73,30 +73,39 @@ class Model:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """How a sparse cache reads. A policy that evicts scores nothing in a step, and holds half an interval more."""
+    """How a sparse cache reads. A policy that evicts scores nothing in a step."""
 
     schedule: Schedule
     page: int = 16
     landmarks: int = 1  # vectors a page that a step's scoring reads: 1 for means, 2 for bounds, 0 for none
     dense_layers: int = 2
-    more: int = 0  # entries read beyond the budget, on average
+    left: Schedule | None = None  # entries that an evicting policy leaves to choose from, on average
 
     @classmethod
     def of(cls, policy: KVPolicy, page_size: int) -> Reading:
         """As the policy reads, with the engine's pages."""
-        choice = policy.selection
+        choice, left = policy.selection, None
+        if isinstance(policy, EvictPolicy):  # half an interval more than its budget
+            budgets = tuple(budget + policy.interval // 2 for budget in policy.schedule.budgets)
+            left = Schedule(policy.schedule.starts, budgets)
         if choice is not None:
-            return cls(
-                schedule=choice.schedule, page=page_size, landmarks=choice.landmarks, dense_layers=choice.dense_layers
-            )
-        if not isinstance(policy, EvictPolicy):
+            reads, dense = choice.schedule, choice.dense_layers
+            return cls(schedule=reads, page=page_size, landmarks=choice.landmarks, dense_layers=dense, left=left)
+        if left is None:
             raise ValueError(f"{policy.name!r} reads everything, so it saves nothing; choose a policy with a budget.")
-        return cls(schedule=policy.schedule, page=page_size, landmarks=0, dense_layers=0, more=policy.interval // 2)
+        return cls(schedule=left, page=page_size, landmarks=0, dense_layers=0, left=left)
+
+    def held(self, contexts: np.ndarray) -> np.ndarray:
+        """What there is to read at each context."""
+        return contexts if self.left is None else np.minimum(contexts, _at(self.left, contexts))
 
     def entries(self, contexts: np.ndarray) -> np.ndarray:
-        """What a sparse layer reads at each context."""
-        places = np.searchsorted(self.schedule.starts, contexts, side="right") - 1
-        return np.minimum(contexts, np.array(self.schedule.budgets)[places] + self.more)
+        """What a sparse layer reads of it."""
+        return np.minimum(self.held(contexts), _at(self.schedule, contexts))
+
+
+def _at(schedule: Schedule, contexts: np.ndarray) -> np.ndarray:
+    return np.array(schedule.budgets)[np.searchsorted(schedule.starts, contexts, side="right") - 1]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,10 +145,12 @@ def sparse_eflops(
     ratio, width = model.heads / model.kv_heads, model.width
     contexts = np.arange(prompt, prompt + output)
     dense = min(1.0, reading.dense_layers / model.layers)
-    reads = dense * float(contexts.sum()) + (1.0 - dense) * float(reading.entries(contexts).sum())
+    held = float(reading.held(contexts).sum())
+    reads = dense * held + (1.0 - dense) * float(reading.entries(contexts).sum())
     of_prompt = 2.0 * prompt * width * output / (1 if printed else reading.page)
     of_output = width * float(output) ** 2 / (2.0 * reading.page)
     scoring = n * of_prompt + ratio * n * of_output + intensity * (of_prompt + n * of_output)
+    scoring *= held / float(contexts.sum())
     attention = 2.0 * (ratio + intensity) * n * width * reads
     return 2.0 * n * model.parameters * output + attention + (1.0 - dense) * reading.landmarks * scoring
 
@@ -152,10 +163,10 @@ def step_s(
     reads, landmarks = contexts.astype(np.float64), np.zeros(len(contexts))
     if reading is not None:
         dense = min(1.0, reading.dense_layers / model.layers)
-        sparse = reading.entries(contexts)
-        pages = np.where(sparse < contexts, contexts / reading.page, 0.0)  # a row that reads all of it chooses nothing
+        held, sparse = reading.held(contexts), reading.entries(contexts)
+        pages = np.where(sparse < held, held / reading.page, 0.0)  # a row that reads all of it chooses nothing
         landmarks = (1.0 - dense) * reading.landmarks * pages * model.width * model.itemsize
-        reads = dense * reads + (1.0 - dense) * sparse
+        reads = dense * held + (1.0 - dense) * sparse
     moved = rows * (reads * model.kv_bytes + landmarks + 4.0 * model.vocabulary)
     return weights + moved / machine.bandwidth + machine.fixed_s
 

@@ -9,7 +9,8 @@
     kl          the mismatch KL still rises after 200 steps, by which it should have settled
 
 All but the first are signs of a cache that is too sparse, and are looked for where it is sparse.
-A sign is over after ten steps without it, and may then begin anew. `alarm/NAME` is 1 as long as it lasts.
+A sign is over after ten steps (that of the tail: measurements) without it, and may then begin anew. `alarm/NAME` is 1
+as long as it lasts.
 """
 
 from __future__ import annotations
@@ -44,16 +45,17 @@ class Alarms:
         self.kls: list[float] = []
 
     def look(
-        self, step: int, metrics: dict[str, float], measured: list[BinTail], target: float, quantile: float
+        self, step: int, metrics: dict[str, float], measured: list[BinTail] | None, target: float, quantile: float
     ) -> dict[str, float]:
-        """Warn of what begins with a sparse cache; returns the `alarm/*` metrics."""
+        """Warn of what begins with a sparse cache; returns the `alarm/*` metrics. None: the step measured no tails."""
         signs = {
             "rejection": self._rejection(metrics),
-            "tail": self._tail(measured, target, quantile),
             "length": self._length(metrics),
             "kl": self._kl(step, metrics),
         }
-        return self._raise(signs)
+        if measured is not None:  # or nothing is known of them that was not known before
+            signs["tail"] = self._tail(measured, target, quantile)
+        return self._raise(signs) | {"alarm/tail": int("tail" in self.on)}
 
     def look_at_rewards(self, differ: bool, mean: float) -> dict[str, float]:
         """The same with any cache: whether rewards of the step differ where they are compared, and their mean."""

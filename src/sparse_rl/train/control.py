@@ -178,9 +178,10 @@ class Controller:
 
     def __init__(self, config: ControlConfig, kv: KVPolicy, grid: tuple[int, ...], longest: int) -> None:
         self.config, self.kv, self.grid = config, kv, grid
-        schedule, believed = schedule_of(kv), isinstance(getattr(kv, "budget", None), str)
+        schedule, believed = schedule_of(kv), is_believed(kv)
         if believed:
             _check_ends(config, schedule.budgets[0], schedule.at(longest))
+            _check_steps(config, [start for start in schedule.starts if start < longest])
         self.bins = []
         for start in range(0, longest, config.bin):
             self.bins.append(BinState(level=self._level(schedule.at(start))))
@@ -297,7 +298,26 @@ def control_grid(config: ControlConfig, kv: KVPolicy, *, prompt: int, longest: i
             f"{page_size}{given}; and contexts end at {longest} tokens, which lose nothing from {max(top, 0)} on"
             f"{interval}. Lower control.smallest, kv.interval or what is protected, or raise sampling.max_tokens."
         )
-    return tuple(grid)
+    if not is_believed(kv):
+        return tuple(grid)
+    return with_own(grid, [schedule.at(start) for start in schedule.starts if start < longest])
+
+
+def with_own(grid: list[int], budgets: list[int]) -> tuple[int, ...]:
+    """The grid with these budgets in it, each in the place of one that is nearly as large."""
+    own = {budget for budget in budgets if budget < grid[-1]}
+    kept, step = set(grid) - own, math.log(grid[-1] / grid[0]) / (len(grid) - 1)
+    for budget in sorted(own - set(grid)):
+        apart = {other: abs(math.log(other / budget)) for other in kept if other != grid[-1]}
+        nearest = min(apart, key=lambda other: apart[other], default=0)
+        if nearest and apart[nearest] < step:
+            kept.remove(nearest)
+    return tuple(sorted(kept | own))
+
+
+def is_believed(kv: KVPolicy) -> bool:
+    """Whether the budget is a schedule, which is taken to hold, not a number to search from."""
+    return isinstance(getattr(kv, "budget", None), str)
 
 
 def dense_from(kv: KVPolicy, prompt: int, longest: int) -> int:
@@ -314,6 +334,16 @@ def _check_ends(config: ControlConfig, least: int, most: int) -> None:
     if config.smallest is not None and least < config.smallest:
         raise ValueError(
             f"kv.budget begins with {least}, below control.smallest {config.smallest}; lower control.smallest."
+        )
+
+
+def _check_steps(config: ControlConfig, starts: list[int]) -> None:
+    """A bin has one budget, so a schedule that steps inside one could not be kept."""
+    inside = [start for start in starts if start % config.bin]
+    if inside:
+        raise ValueError(
+            f"kv.budget steps at {inside[0]} tokens, inside a bin of control.bin {config.bin}, which has one budget; "
+            f"set control.bin to {math.gcd(*starts)}."
         )
 
 

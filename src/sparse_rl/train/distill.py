@@ -5,7 +5,7 @@ would say. The policy is trained, scored, saved and exported without it.
     loss = pg_weight * PPO(sparse / sampler) + kl_weight * KL(dense, sparse)
 
 `sparse` is a forward over the rollouts that reads what the sampler read (kv/replay.py), with the policy as it is after
-its own updates, frozen; `dense` are the log-probs that the update had, detached.
+its own updates, frozen; `dense` are the log-probs that the update had, detached, or with `topk` those of another pass.
 """
 
 from __future__ import annotations
@@ -74,7 +74,9 @@ class DistillConfig:
         if not 0 < self.alpha < math.inf:
             raise ValueError(f"distill.alpha is {self.alpha}; it must be above 0.")
         if not self.pg_weight and not self.kl_weight:
-            raise ValueError("distill.pg_weight and distill.kl_weight are both 0: the adapter would learn nothing.")
+            raise ValueError(
+                "distill.pg_weight and distill.kl_weight are both 0: the adapter would learn nothing; raise kl_weight."
+            )
         given = [field.name for field in fields(self) if getattr(self, field.name) != field.default]
         if not self.r and given:
             raise ValueError(f"distill.{given[0]} is given, but distill.r is 0: there is no adapter; set distill.r.")

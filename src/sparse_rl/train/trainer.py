@@ -230,14 +230,14 @@ class Trainer:
     def _control(self, rollouts: list[Rollout], updated: Updated, metrics: dict[str, float]) -> dict[str, float]:
         """Measure the tail by context length, raise alarms, and move the budget if that is asked for."""
         config = self.control_config
-        measured: list[BinTail] = []
+        measured: list[BinTail] | None = None
         if config.every and self.step % config.every == 0:
             measured = self.processes.by_first(lambda: measure(rollouts, updated, config))
-        found = tail_metrics(measured, self.engine.kv)
+        found = tail_metrics(measured or [], self.engine.kv)
         if not isinstance(self.kv, Full):
             found |= self.alarms.look(self.step, metrics, measured, config.target, config.quantile)
         if self.controller is not None:
-            found["kv/budget_moves"] = self.controller.observe(measured)
+            found["kv/budget_moves"] = self.controller.observe(measured or [])
             self.engine.use(self.controller.policy)
         return found
 
