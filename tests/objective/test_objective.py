@@ -144,6 +144,7 @@ def test_dropped_tokens_have_no_gradient_even_if_broken():
     [
         (lambda: Correction(lower=2.0, upper=1.0), "above correction.upper"),
         (lambda: Correction(veto=-1.0), "correction.veto"),
+        (lambda: Correction(veto=2.0), "correction.veto is 2.0; it must be below 1"),
         (lambda: LossConfig(clip_low=-0.1), "loss.clip_low"),
         (lambda: LossConfig(delta=1.1), "loss.delta"),
         (lambda: LossConfig(aggregation="token-mean"), "loss.aggregation is 'token-mean'; choose one of token_mean"),

@@ -58,6 +58,9 @@ class Correction:
         for field in ("lower", "upper", "veto", "hazard"):
             if not (getattr(self, field) or 0.0) >= 0:
                 raise ValueError(f"correction.{field} is {getattr(self, field)}; it must be 0 or more.")
+        for field in ("veto", "hazard"):
+            if (getattr(self, field) or 0.0) >= 1:
+                raise ValueError(f"correction.{field} is {getattr(self, field)}; it must be below 1, 1e-4 say.")
         if (self.drops != "rollout" or self.hazard) and not self.veto:
             name = "hazard" if self.hazard else "drops"
             raise ValueError(
