@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A training run of seconds on the embedded model, and the points of it at which it can be killed."""
+"""A training run of seconds on half the embedded model, and the points of it at which it can be killed."""
 
 from __future__ import annotations
 
+import copy
 import os
 import signal
 import sys
 import tempfile
+from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,7 +20,8 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from sparse_rl.evaluate import EvalConfig
 from sparse_rl.kv import RKV
 from sparse_rl.metrics import read_log
-from sparse_rl.model.load import load
+from sparse_rl.model.dry_run import dry_run
+from sparse_rl.model.load import LoadedModel, load
 from sparse_rl.objective.correction import Correction
 from sparse_rl.rollout import EngineConfig, Sampling
 from sparse_rl.tasks import Chain, Rewards
@@ -60,6 +64,20 @@ POINTS = {  # where a run can be killed: something it calls there
 }
 
 
+def small_model(dtype: torch.dtype = torch.float32) -> LoadedModel:
+    """The first half of the embedded model's layers, that nobody else trains."""
+    loaded = _loaded(dtype)
+    return replace(loaded, model=copy.deepcopy(loaded.model))
+
+
+@lru_cache
+def _loaded(dtype: torch.dtype) -> LoadedModel:
+    loaded = load("embedded", dtype=dtype)
+    del loaded.model.model.layers[2:]
+    loaded.model.config.num_hidden_layers = 2
+    return replace(loaded, shape=dry_run(loaded.model))
+
+
 def graded_by(function):
     """The small task with another reward and nothing to evaluate on."""
     return SimpleNamespace(rewards=Rewards((function,)), stream=TASK.stream, held_out=lambda count: [])
@@ -71,13 +89,13 @@ def small_trainer(folder, *, task=TASK, loaded=None, parts=None, observers=(), p
         "kv": RKV(budget=12, interval=4, window=4),
         "sampling": Sampling(n=4, max_tokens=16, temperature=TEMPERATURE),
         "engine": EngineConfig(rows=8, page_size=16),
-        "correction": Correction(veto=0.1),
+        "correction": Correction(veto=0.6),  # rejects some
         "update": UpdateConfig(updates_per_rollout=2, max_tokens=100),
         "optimizer": OptimizerConfig(learning_rate=1e-3, schedule="linear"),
         "eval": EvalConfig(every=2, prompts=4),
     }
     return Trainer(
-        loaded or load("embedded"),
+        loaded or small_model(),
         task,
         config=TrainerConfig(**(settings | config)),
         observers=observers,
@@ -99,7 +117,7 @@ def kept(checkpoint: Path) -> dict[str, torch.Tensor]:
     return flat
 
 
-def watch(point: str, replace=setattr, on_call=lambda count: None) -> list[int]:
+def watch(point: str, set_to=setattr, on_call=lambda count: None) -> list[int]:
     """Count the calls of what stands at the point; the list grows by one a call."""
     path, _, name = POINTS[point].rpartition(".")
     owner_path, _, owner_name = path.rpartition(".")
@@ -111,7 +129,7 @@ def watch(point: str, replace=setattr, on_call=lambda count: None) -> list[int]:
         on_call(len(calls))
         return original(*args, **kwargs)
 
-    replace(owner, name, watched)
+    set_to(owner, name, watched)
     return calls
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from commands import run
 
 from sparse_rl.cli.sft import _parser as sft_parser
 from sparse_rl.cli.train import train_parser
@@ -54,17 +55,21 @@ def test_every_page_that_promises_snippets_has_some():
     assert {f"docs/extend_{what}.md" for what in ("policy", "reward", "task", "correction")} <= has
 
 
-def test_one_s_own_data_and_reward_train(tmp_path):
-    """Exactly the page's lines, in a shell of their own, on a CPU."""
+def test_one_s_own_data_and_reward_train(tmp_path, monkeypatch, caplog):
+    """Exactly the page's lines, in a shell of their own; the command, which is the last, gets what the shell gives."""
     (script,) = re.findall(r"```bash\n(.*?)```", PAGES["docs/data.md"], re.DOTALL)
-    assert len(script.splitlines()) < 10
-    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
-    environment |= {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        ["bash", "-e"], input=script, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert "mine.jsonl: 2 rows, layout trl, longest prompt 12 tokens." in done.stderr
+    assert len(script.splitlines()) < 10 and re.search(r"^sparse-rl (.*\\\n)*.*\n\Z", script, re.MULTILINE)
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "sparse-rl").write_text('#!/bin/sh\nprintf "%s\\n" "$@" > "$GIVEN"\n')
+    (tmp_path / "bin" / "sparse-rl").chmod(0o755)
+    environment = os.environ | {"PATH": f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}"}
+    environment |= {"GIVEN": str(tmp_path / "given")}
+    subprocess.run(["bash", "-e"], input=script, cwd=tmp_path, env=environment, text=True, check=True)
+    monkeypatch.chdir(tmp_path)
+    caplog.set_level("INFO")
+    code, _, err = run(*(tmp_path / "given").read_text().splitlines())
+    assert code == 0, err
+    assert "mine.jsonl: 2 rows, layout trl, longest prompt 12 tokens." in caplog.text
     steps = [line for line in read_log(tmp_path / "runs" / "mine" / "metrics.jsonl") if line["step"]]
     assert [line["step"] for line in steps] == [1, 2, 3]
     assert all(line["rewards/right_digits/mean"] > 0 and line["kv/saved_frac"] > 0 for line in steps)

@@ -81,7 +81,7 @@ CHOOSERS = (
 
 @pytest.mark.parametrize("policy", CHOOSERS, ids=lambda policy: f"{policy.name}-{policy.selection.name}")
 def test_what_is_read_is_the_choice(policy, tiny, prompts, monkeypatch):
-    loaded, size = tiny(dtype=torch.float64), 150
+    loaded, size = tiny(layers=4, dtype=torch.float64), 150
     (prompt,) = prompts(110, seed=5)
     sampling = Sampling(max_tokens=size - 110, temperature=0.0, stop_ids=())
     (rollout,) = Engine(loaded, policy, EngineConfig(rows=1)).generate([prompt], sampling)
@@ -140,7 +140,7 @@ def bound(q, k):
 
 @pytest.mark.parametrize("policy", [RKV(budget=20, interval=6), SnapKV(budget=16, interval=9)], ids=lambda p: p.name)
 def test_a_cache_reads_as_the_engine_samples(policy, tiny, prompts):
-    loaded = tiny(dtype=torch.float64)
+    loaded = tiny(layers=4, dtype=torch.float64)
     (prompt,) = prompts(30, seed=2)
     sampling = Sampling(max_tokens=40, temperature=0.0, stop_ids=(), top_logprobs=loaded.vocab_size)
     (rollout,) = Engine(loaded, policy, EngineConfig(rows=1)).generate([prompt], sampling, record_kept=True)

@@ -79,7 +79,7 @@ def sampled(loaded, policy, prompts, **sampling):
 def test_it_gives_the_samplers_log_probs(policy, family, tiny, prompts, monkeypatch):
     """Several cuts, short and long prompts, grouped heads, windows, blocks of a few queries."""
     monkeypatch.setattr(replay, "BLOCK", 9_000)
-    loaded = tiny(family, dtype=torch.float64)
+    loaded = tiny(family, layers=4, dtype=torch.float64)
     rollouts = sampled(loaded, policy, prompts(3, 77))
     assert isinstance(policy, SelectPolicy) or all(rollout.kv.num_compressions >= 2 for rollout in rollouts[2:])
     got = replayed(loaded, rollouts, policy)

@@ -62,14 +62,15 @@ CASES = [  # qwen2 has sliding layers among full ones
     ("llama", build_policy("tova", budget=16, interval=6)),
     ("qwen2", build_policy("h2o", budget=16, interval=6, window=8, recent=4)),
     ("llama", build_policy("gkv", budget=20, interval=6, window=4)),
-    ("llama", build_policy("pages_mean", budget=48, last=1)),  # of the 81 entries of the longest
+    ("llama", build_policy("pages_mean", budget=48, last=1, dense_layers=1)),  # of the 81 entries of the longest
     ("llama", Streaming(budget=64, interval=4, select="quest", select_budget=48, sinks=2)),
 ]
 
 
 @pytest.mark.parametrize(("family", "policy"), CASES, ids=[f"{family}-{policy.name}" for family, policy in CASES])
 def test_tokens_of_a_padded_batch_are_the_engines(family, policy, tiny, prompts):
-    loaded = tiny(family, layers=2, dtype=torch.float64)
+    layers = 4 if getattr(policy, "select", "none") != "none" else 2  # two read all
+    loaded = tiny(family, layers=layers, dtype=torch.float64)
     cache = SparseCache(policy)
     given = prompts(*LENGTHS, seed=3)
     tokens, logprobs = generate(loaded.model, given, cache)
@@ -89,7 +90,7 @@ IN_FP32 = [
     ("llama", build_policy("knorm", budget=20, interval=6)),
     ("qwen3", build_policy("knorm", budget=20, interval=6)),  # norms of keys all alike
     ("llama", build_policy("h2o", budget=20, interval=6)),
-    ("llama", build_policy("quest", budget=48)),
+    ("llama", build_policy("quest", budget=48, dense_layers=1)),
 ]
 
 
@@ -110,9 +111,9 @@ def test_log_probs_in_fp32_are_the_engines(family, policy, tiny, prompts):
 
 @pytest.mark.parametrize("name", ["rkv", "quest"])
 def test_a_gpus_kernels_are_given_what_they_count_on(name, tiny, prompts, monkeypatch):
-    loaded = tiny(layers=2)
-    policy = build_policy(name, budget=48) if name == "quest" else RKV(budget=20, interval=6)
-    given, few = prompts(7, 41), 14
+    loaded = tiny()
+    policy = build_policy(name, budget=48, dense_layers=1) if name == "quest" else RKV(budget=20, interval=6)
+    given, few = prompts(7, 46), 8
     _, expected = generate(loaded.model, given, SparseCache(policy), max_new_tokens=few)
     run_triton(monkeypatch)
     _, logprobs = generate(loaded.model, given, SparseCache(policy), max_new_tokens=few)
@@ -129,7 +130,7 @@ def test_changing_the_attention_is_all_a_user_does(tiny, prompts):
     from sparse_rl.model.tiny import tiny_model
 
     loaded = tiny(dtype=torch.float64)
-    model = tiny_model(dtype=torch.float64, device=loaded.model.device, attn_implementation="sdpa")
+    model = tiny_model(dtype=torch.float64, device=loaded.model.device, attn_implementation="sdpa", num_hidden_layers=2)
     model.set_attn_implementation("sparse_rl")
     given = prompts(30, 12)
     tokens, _ = generate(model, given, sparse_rl.SparseCache("snapkv", 16, interval=8))

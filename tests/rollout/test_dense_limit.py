@@ -41,14 +41,14 @@ def test_log_xi_is_rounding(family, tiny, reference, prompts):
 def test_greedy_equals_generate(family, tiny, reference, prompts):
     batch = prompts(3, 40, 61)
     engine = Engine(tiny(family), RKV(budget=1000), EngineConfig(rows=4, page_size=16))
-    rollouts = engine.generate(batch, Sampling(max_tokens=70, temperature=0.0, stop_ids=()))
+    rollouts = engine.generate(batch, Sampling(max_tokens=40, temperature=0.0, stop_ids=()))
     model = reference(family)
     for prompt, rollout in zip(batch, rollouts, strict=True):
         ids = torch.tensor([prompt], device=model.device)
         expected = model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
-            max_new_tokens=70,
+            max_new_tokens=40,
             do_sample=False,
             eos_token_id=None,
             pad_token_id=0,
@@ -76,12 +76,12 @@ def test_an_evicted_cache_is_not_dense(tiny, reference, prompts):
 
 def test_a_budget_that_covers_every_window_loses_nothing(tiny, reference, prompts):
     """All layers slide, entries outside the window go first: 23 entries and the next token's are then all it sees."""
-    loaded = tiny("mistral", layers=2)
+    loaded = tiny("mistral")
     assert set(loaded.shape.windows) == {WINDOW}
     tight = {"budget": WINDOW - 1, "interval": 8}
     for policy in (Streaming(**tight, sinks=0), Streaming(**tight, sinks=4), SnapKV(**tight), RKV(**tight)):
         engine = Engine(loaded, policy, EngineConfig(rows=4, page_size=16))
-        for rollout in engine.generate(prompts(7, 64), Sampling(max_tokens=120, stop_ids=())):
-            assert rollout.kv.num_compressions > 10
-            log_xi = teacher_forced(reference("mistral", layers=2), rollout) - rollout.sampler_logprobs
+        for rollout in engine.generate(prompts(7, 64), Sampling(max_tokens=64, stop_ids=())):
+            assert rollout.kv.num_compressions >= 5
+            log_xi = teacher_forced(reference("mistral"), rollout) - rollout.sampler_logprobs
             assert log_xi.abs().max() <= 1e-4

@@ -26,9 +26,9 @@ def tokens(rollouts):
 
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda p: p.name)
 def test_rows_do_not_matter_in_fp64(policy, tiny, prompts):
-    loaded = tiny("qwen2", layers=2, dtype=torch.float64)
+    loaded = tiny("qwen2", dtype=torch.float64)
     assert len(set(loaded.shape.windows)) == 2
-    sampling = Sampling(max_tokens=50, n=2, seed=5, stop_ids=(0, 1, 2, 3))
+    sampling = Sampling(max_tokens=36, n=2, seed=5, stop_ids=(0, 1, 2, 3))
     expected = Engine(loaded, policy, EngineConfig(rows=1, page_size=16)).generate(prompts(*LENGTHS), sampling)
     assert len({len(r.token_ids) for r in expected}) > 3, "lengths should be ragged"
     for rows, prefill in ((3, 8192), (16, 30)):
@@ -42,7 +42,7 @@ def test_rows_do_not_matter_in_fp64(policy, tiny, prompts):
 
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda p: p.name)
 def test_one_prompt_alone_greedy_in_fp64(policy, tiny, prompts):
-    loaded = tiny(layers=2, dtype=torch.float64)
+    loaded = tiny(dtype=torch.float64)
     sampling = Sampling(max_tokens=40, temperature=0.0, stop_ids=())
     together = Engine(loaded, policy, EngineConfig(rows=8, page_size=16)).generate(prompts(*LENGTHS), sampling)
     for prompt, rollout in zip(prompts(*LENGTHS), together, strict=True):
@@ -52,8 +52,8 @@ def test_one_prompt_alone_greedy_in_fp64(policy, tiny, prompts):
 
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda p: p.name)
 def test_rows_do_not_matter_beyond_rounding_in_fp32(policy, tiny, prompts):
-    loaded = tiny(layers=2)
-    sampling = Sampling(max_tokens=50, seed=5, stop_ids=(), top_logprobs=loaded.vocab_size)
+    loaded = tiny()
+    sampling = Sampling(max_tokens=36, seed=5, stop_ids=(), top_logprobs=loaded.vocab_size)
     one = Engine(loaded, policy, EngineConfig(rows=1, page_size=16)).generate(prompts(*LENGTHS), sampling)
     many = Engine(loaded, policy, EngineConfig(rows=10, page_size=16)).generate(prompts(*LENGTHS), sampling)
     for request, (a, b) in enumerate(zip(one, many, strict=True)):
@@ -71,12 +71,12 @@ def test_rows_do_not_matter_beyond_rounding_in_fp32(policy, tiny, prompts):
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda p: p.name)
 def test_pool_size_does_not_matter_in_fp64(policy, tiny, prompts):
     """Small pools preempt dense rows and admit fewer evicting ones; the tokens are the same."""
-    loaded = tiny(layers=2, dtype=torch.float64)
-    sampling = Sampling(max_tokens=60, n=2, seed=2, stop_ids=())
+    loaded = tiny(dtype=torch.float64)
+    sampling = Sampling(max_tokens=40, n=2, seed=2, stop_ids=())
     roomy = Engine(loaded, policy, EngineConfig(rows=6, page_size=16))
     expected = tokens(roomy.generate(prompts(*LENGTHS), sampling))
     assert roomy.stats.num_prefills == len(LENGTHS), "a group's prompt is prefilled once"
-    for pages in (7, 20):  # 7 is what one dense row needs
+    for pages in (5, 14):  # 5 are what one dense row needs
         engine = Engine(loaded, policy, EngineConfig(rows=6, page_size=16, pool_pages=pages))
         assert tokens(engine.generate(prompts(*LENGTHS), sampling)) == expected
         assert engine.stats.peak_pages <= pages
@@ -114,8 +114,8 @@ def test_scores_do_not_depend_on_packing(tiny, prompts):
 
 def test_preemption_of_window_layers_in_fp64(tiny, prompts):
     """What comes back from host memory has its positions, which window layers mask by."""
-    loaded = tiny("mistral", layers=2, dtype=torch.float64)
-    sampling = Sampling(max_tokens=60, n=3, seed=2, stop_ids=())
+    loaded = tiny("mistral", dtype=torch.float64)
+    sampling = Sampling(max_tokens=40, n=2, seed=2, stop_ids=())
     engine = Engine(loaded, Full(), EngineConfig(rows=6, page_size=16, pool_pages=10))
     got = engine.generate(prompts(*LENGTHS), sampling)
     assert engine.stats.num_preemptions > 0
@@ -147,12 +147,12 @@ def test_prefill_keeps_to_its_limit(tiny, prompts, monkeypatch):
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda p: p.name)
 def test_reading_tokens_late_changes_nothing(policy, pages, tiny, prompts, monkeypatch):
     """As on a GPU: several steps at once, ends noticed when the row has gone on; stop ids, strings and limits."""
-    loaded = tiny(layers=2, dtype=torch.float64)
-    free = Engine(loaded, policy).generate(prompts(*LENGTHS), Sampling(max_tokens=50, n=3, seed=3, stop_ids=()))
+    loaded = tiny(dtype=torch.float64)
+    free = Engine(loaded, policy).generate(prompts(*LENGTHS), Sampling(max_tokens=50, n=2, seed=3, stop_ids=()))
     stop_ids = tuple({int(rollout.token_ids[20]) for rollout in free[:4]})
     stop = loaded.tokenizer.decode(free[-1].token_ids[15:17])
     limits = [Prompt(ids=tuple(p), max_tokens=50 - 9 * i) for i, p in enumerate(prompts(*LENGTHS))]
-    sampling = Sampling(max_tokens=50, n=3, seed=3, stop_ids=stop_ids, stop=(stop,) if stop else (), top_logprobs=3)
+    sampling = Sampling(max_tokens=50, n=2, seed=3, stop_ids=stop_ids, stop=(stop,) if stop else (), top_logprobs=3)
 
     def run():
         engine = Engine(loaded, policy, EngineConfig(rows=6, page_size=16, pool_pages=pages))

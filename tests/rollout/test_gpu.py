@@ -54,7 +54,7 @@ def same_up_to_rounding(got, expected, atol):
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_graphs_draw_what_eager_steps_draw(family, policy, tiny, prompts):
     """At every batch size on the way down; padded batches may round otherwise than those that are not."""
-    loaded = tiny(family)
+    loaded = tiny(family, layers=4)
     sampling = Sampling(max_tokens=90, n=3, seed=4, top_logprobs=4)
     runs = [
         Engine(loaded, policy, EngineConfig(rows=12, page_size=16, graphs=graphs)).generate(prompts(*LENGTHS), sampling)
@@ -66,7 +66,7 @@ def test_graphs_draw_what_eager_steps_draw(family, policy, tiny, prompts):
 @pytest.mark.compiled
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_compiled_layers_agree_with_their_modules(family, tiny, prompts):
-    loaded = tiny(family)
+    loaded = tiny(family, layers=4)
     sampling = Sampling(max_tokens=60, n=3, seed=4, stop_ids=())
     policy = RKV(budget=32, interval=16)
     compiled = Engine(loaded, policy, EngineConfig(rows=12)).generate(prompts(*LENGTHS), sampling)
@@ -84,7 +84,7 @@ def test_compiled_layers_agree_with_their_modules(family, tiny, prompts):
     ids=lambda p: p.name,
 )
 def test_triton_draws_what_the_reference_kernels_draw(policy, tiny, prompts, monkeypatch):
-    loaded = tiny("qwen3")
+    loaded = tiny("qwen3", layers=4)
     sampling = Sampling(max_tokens=70, n=3, seed=9, stop_ids=())
     triton = Engine(loaded, policy, EngineConfig(rows=8, page_size=16)).generate(prompts(*LENGTHS), sampling)
     run_the_references(monkeypatch)
@@ -94,7 +94,7 @@ def test_triton_draws_what_the_reference_kernels_draw(policy, tiny, prompts, mon
 
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda p: p.name)
 def test_rows_influence_each_other_through_rounding_alone(policy, tiny, prompts):
-    loaded = tiny()
+    loaded = tiny(layers=4)
     sampling = Sampling(max_tokens=60, n=4, seed=5, stop_ids=())
     many = Engine(loaded, policy, EngineConfig(rows=24, page_size=16)).generate(prompts(*LENGTHS), sampling)
     few = Engine(loaded, policy, EngineConfig(rows=2, page_size=16)).generate(prompts(*LENGTHS), sampling)
@@ -141,7 +141,7 @@ def test_thousands_of_requests_of_random_lengths_leave_the_pool_whole(policy, co
     """Two of each prompt, so that dense rows share its pages and evicting ones its prefill."""
     generator = torch.Generator().manual_seed(int(torch.randint(1 << 40, ())))
     lengths = torch.randint(1, 40, (count, 2), generator=generator).tolist()
-    engine = Engine(tiny(), policy, EngineConfig(rows=512, page_size=16, pool_pages=pages))
+    engine = Engine(tiny(layers=4), policy, EngineConfig(rows=512, page_size=16, pool_pages=pages))
     requests = [Prompt(ids=(1,) * a, max_tokens=b) for a, b in lengths]
     rollouts = engine.generate(requests, Sampling(max_tokens=64, n=2))  # which checks the pool at its end
     most = [b for _, b in lengths for _ in range(2)]
@@ -264,7 +264,7 @@ def test_decoding_does_not_wait_for_the_device(policy, tiny, prompts, monkeypatc
     """Nothing synchronises but what looks at the tokens: torch raises where it would."""
     from sparse_rl.rollout.runner import Runner
 
-    engine = Engine(tiny(), policy, EngineConfig(rows=8))
+    engine = Engine(tiny(layers=4), policy, EngineConfig(rows=8))
     engine.generate(prompts(*LENGTHS), Sampling(max_tokens=200, stop_ids=()))  # captures
 
     def strictly(function):
@@ -284,7 +284,7 @@ def test_decoding_does_not_wait_for_the_device(policy, tiny, prompts, monkeypatc
 
 
 def test_a_model_that_cannot_be_captured_decodes_eagerly(tiny, prompts, monkeypatch, caplog):
-    loaded = tiny()
+    loaded = tiny(layers=4)
     policy = Full()
     expected = Engine(loaded, policy, EngineConfig(rows=4)).generate(prompts(5, 9), Sampling(max_tokens=20, n=2))
     forward = loaded.model.forward

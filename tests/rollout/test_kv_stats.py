@@ -39,7 +39,7 @@ def test_saved_fractions_of_window_layers(tiny, prompts):
 
 def test_bytes_count_pages_prefill_and_the_remembered_queries(tiny, prompts):
     loaded = tiny()
-    page, ring = 16 * loaded.shape.entry_bytes, 4 * 8 * 4 * 32 * 4  # layers, window, heads, width, bytes
+    page, ring = 16 * loaded.shape.entry_bytes, 2 * 8 * 4 * 32 * 4  # layers, window, heads, width, bytes
     sampler = engine(loaded, RKV(budget=16, interval=8))
     (rollout,) = sampler.generate(prompts(40), Sampling(max_tokens=10, stop_ids=()))
     assert rollout.kv.peak_bytes == 3 * page + ring
@@ -53,7 +53,7 @@ def test_bytes_count_pages_prefill_and_the_remembered_queries(tiny, prompts):
 
 def test_evicting_really_frees_memory(tiny, prompts):
     """The pool a sparse call needs stays the same however long the responses are; the dense one grows."""
-    loaded = tiny(layers=2)
+    loaded = tiny()
     peaks = {}
     for name, policy in (("full", Full()), ("rkv", RKV(budget=32, interval=16))):
         for max_tokens in (60, 240):
@@ -69,7 +69,7 @@ def test_long_prompts_are_compressed_at_the_end_of_their_prefill(tiny, prompts):
     sampler = engine(tiny(), policy)
     (rollout,) = sampler.generate(prompts(100), Sampling(max_tokens=4, stop_ids=()), record_kept=True)
     assert rollout.kv.held == (21, 22, 23) and rollout.kv.peak == 100
-    assert rollout.kept_positions[0].shape == (4, 2, 20)
+    assert rollout.kept_positions[0].shape == (2, 2, 20)
     assert (rollout.kept_positions[0][..., -8:] == torch.arange(92, 100)).all()
     (rollout,) = engine(tiny(), RKV(budget=20, interval=10, protect_prompt=True)).generate(
         prompts(100), Sampling(max_tokens=40, stop_ids=())

@@ -75,7 +75,7 @@ def test_a_dense_pool_shrinks_with_the_work(tiny, prompts):
 
 
 def test_a_call_that_raises_leaves_the_pool_whole(tiny, prompts):
-    loaded = tiny(layers=2)
+    loaded = tiny()
     for policy in (Full(), SnapKV(budget=16, interval=8)):
         sampler = engine(loaded, policy)
         sampling = Sampling(max_tokens=40, n=3, seed=4, stop_ids=())

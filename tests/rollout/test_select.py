@@ -25,7 +25,7 @@ def tokens(rollouts):
 
 @pytest.mark.parametrize("name", SELECT)
 def test_a_budget_above_the_context_is_a_dense_cache(name, tiny, prompts):
-    loaded, sampling = tiny("qwen3"), Sampling(max_tokens=12, n=2, stop_ids=())
+    loaded, sampling = tiny("qwen3", layers=4), Sampling(max_tokens=12, n=2, stop_ids=())
     config = EngineConfig(rows=3, page_size=16)
     dense = Engine(loaded, Full(), config).generate(prompts(*LENGTHS), sampling)
     got = Engine(loaded, build_policy(name, budget=192), config).generate(prompts(*LENGTHS), sampling)
@@ -103,7 +103,8 @@ def test_decoding_equals_loops(family, policy, schedule, tiny, reference, prompt
 def test_pages_are_chosen_among_those_an_evicting_policy_left(select, tiny, reference, prompts):
     """After each cut entries stand in other pages, whose landmarks are then others."""
     policy = Streaming(budget=100, interval=9, sinks=4, select=select, select_budget=64)
-    loaded, model = tiny(dtype=torch.float64), reference(dtype=torch.float64)
+    settings = {"layers": 4, "dtype": torch.float64}  # the first two layers read all
+    loaded, model = tiny(**settings), reference(**settings)
     rollouts = Engine(loaded, policy, EngineConfig(rows=2)).generate(
         prompts(120, 91), Sampling(max_tokens=30, n=2, stop_ids=())
     )

@@ -27,12 +27,12 @@ POLICIES = [
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_engine_equals_masked_dense_model(policy, family, tiny, reference, prompts):
     """Fails if a position came from the cache length: the cache is a small part of the context at the end."""
-    settings = {"layers": 4 if family == "gemma3" else 2, "dtype": torch.float64}
+    settings = {"dtype": torch.float64}
     loaded, model = tiny(family, **settings), reference(family, **settings)
     engine = Engine(loaded, policy, EngineConfig(rows=3, page_size=16))
-    rollouts = engine.generate(prompts(3, 11, 50), Sampling(max_tokens=120, n=2, stop_ids=()), record_kept=True)
+    rollouts = engine.generate(prompts(3, 11, 50), Sampling(max_tokens=75, n=2, stop_ids=()), record_kept=True)
     for rollout in rollouts:
-        assert rollout.kv.num_compressions >= 10
+        assert rollout.kv.num_compressions >= 5
         ids = torch.tensor([[*rollout.prompt.ids, *rollout.token_ids.tolist()]], device=model.device)
         visible = rollout_visibility(rollout, policy, loaded.shape)
         logprobs = replay_logprobs(model, ids, visible)[0, len(rollout.prompt.ids) - 1 :]
@@ -47,7 +47,7 @@ def test_the_engines_own_queries_and_keys_decide_what_is_kept(policy, family, ti
 
     Several samples of each prompt through few rows: a ring that is stale, another sequence's, or of other tokens shows.
     """
-    settings = {"layers": 2, "dtype": torch.float64}
+    settings = {"dtype": torch.float64}
     loaded, model = tiny(family, **settings), reference(family, **settings)
     engine = Engine(loaded, policy, EngineConfig(rows=3, page_size=16))
     rollouts = engine.generate(prompts(3, 50), Sampling(max_tokens=70, n=2, stop_ids=()), record_kept=True)
@@ -132,7 +132,7 @@ def enumerate_model(tiny, reference, vocabulary, num_tokens, policy, prompt):
     kept = []
     for seen in times:
         recent = range(seen - policy.budget + policy.sinks, seen)
-        kept.append(torch.tensor([*range(policy.sinks), *recent]).expand(4, 2, -1))
+        kept.append(torch.tensor([*range(policy.sinks), *recent]).expand(2, 2, -1))
     visible = visible_positions(
         prompt_len=len(prompt),
         num_tokens=num_tokens,
@@ -148,7 +148,7 @@ def enumerate_model(tiny, reference, vocabulary, num_tokens, policy, prompt):
 
 def test_importance_ratios_on_a_model_small_enough_to_enumerate(tiny, reference):
     """E[xi] = 1 and E[min(1, xi)] = 1 - TV under the sampler: exactly by enumeration, and by the engine's samples."""
-    vocabulary, num_tokens, num_samples = 5, 4, 4000
+    vocabulary, num_tokens, num_samples = 5, 4, 2000
     policy, prompt = Streaming(budget=4, interval=2, sinks=1), [1, 3, 0, 2, 4, 1, 1]
     loaded, sequences, q, p = enumerate_model(tiny, reference, vocabulary, num_tokens, policy, prompt)
     chosen_q = q.gather(-1, sequences[..., None])[..., 0]
@@ -209,5 +209,5 @@ def test_many_rows_are_compressed_in_chunks(tiny, prompts, monkeypatch):
         return [(r.token_ids.tolist(), r.kv) for r in rollouts]
 
     expected = run()
-    monkeypatch.setattr("sparse_rl.kv.compress.COPIED_ENTRIES", 2 * 4 * 30)  # two rows of four layers at a time
+    monkeypatch.setattr("sparse_rl.kv.compress.COPIED_ENTRIES", 2 * 2 * 30)  # two rows of two layers at a time
     assert run() == expected

@@ -30,7 +30,7 @@ def test_stop_ids_end_a_sample_and_are_part_of_it(tiny, prompts):
 
 
 def test_the_models_own_end_tokens_stop_by_default(tiny, prompts):
-    loaded = tiny(layers=2)
+    loaded = tiny()
     rollouts = engine(loaded).generate(prompts(5), Sampling(max_tokens=2000, n=2))
     assert all(r.finish_reason == "stop" and r.token_ids[-1] == loaded.tokenizer.eos_token_id for r in rollouts)
 

@@ -155,7 +155,7 @@ def test_the_budget_follows_the_tail_of_the_sampler_with_its_adapter(bad, tmp_pa
     control = ControlConfig(auto=True, bin=100, patience=1, smallest=32, largest=64, budgets=3, multiple=16)
     update = UpdateConfig(skip_zero_rows=False)
     parts = {"kv": RKV(budget=48, interval=4, window=4), "control": control, "distill": DISTILL, "update": update}
-    trainer = small_trainer(tmp_path / "run", parts=PARTS | parts, prompts_per_step=8)
+    trainer = small_trainer(tmp_path / "run", loaded=load("embedded"), parts=PARTS | parts, prompts_per_step=8)
     if bad:
         disturb(trainer)
     rollouts = trainer._roll_out()

@@ -12,10 +12,9 @@ from shutil import which
 
 import pytest
 import torch
-from small_run import small_trainer
+from small_run import small_model, small_trainer
 
 from sparse_rl.evaluate import EvalConfig
-from sparse_rl.model.load import load
 from sparse_rl.train import OptimizerConfig, offload
 from sparse_rl.train.learner import Learner
 from sparse_rl.train.master import MasterWeights
@@ -133,7 +132,7 @@ def test_an_8_bit_run_resumes_and_keeps_its_kind(eager, tmp_path):
         trainer("parts", kind="adamw", steps=2, resume_from_checkpoint=True).train()
     rest = trainer("parts", steps=2, resume_from_checkpoint=True)
     rest.train()
-    ours, theirs, before = (t.state_dict() for t in (rest.loaded.model, whole.loaded.model, load("embedded").model))
+    ours, theirs, before = (t.state_dict() for t in (rest.loaded.model, whole.loaded.model, small_model().model))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     assert not torch.equal(ours["model.norm.weight"], before["model.norm.weight"])
 

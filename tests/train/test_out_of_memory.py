@@ -23,11 +23,10 @@ from guarded_run import (
     state_of,
     trainer_of,
 )
-from small_run import assert_same_run, without_times
+from small_run import assert_same_run, small_model, without_times
 
 from sparse_rl.evaluate import EvalConfig
 from sparse_rl.metrics import read_log
-from sparse_rl.model.load import load
 from sparse_rl.rollout import EngineConfig, memory
 from sparse_rl.rollout.memory import out_of_memory
 from sparse_rl.train import Stopped, guards
@@ -68,7 +67,7 @@ def test_a_backward_out_of_memory_leaves_no_gradient_behind(tmp_path, monkeypatc
     """The module is bf16 and its gradients are moved to masters: some have been, and one is on the way."""
 
     def trained(folder, error):
-        loaded = load("embedded", dtype=torch.bfloat16)
+        loaded = small_model(torch.bfloat16)
         trainer = trainer_of(folder, SEVERAL, loaded=loaded, steps=2)
         parameter, calls = trainer.learner.masters.parameters[5], []
 

@@ -30,7 +30,7 @@ from sparse_rl.train.processes import Processes
 
 def run(processes, folder, parts=None, task=TASK, dtype=torch.float64, **config):
     """A small run; what each process sampled, step by step."""
-    loaded, sampled = load("embedded", dtype=dtype), []
+    loaded, sampled = small_run.small_model(dtype), []
     trainer = small_trainer(folder, loaded=loaded, task=task, parts=parts, processes=processes, **config)
     learn = trainer._learn
     trainer._learn = lambda rollouts, advantages: sampled.append(rollouts) or learn(rollouts, advantages)

@@ -9,7 +9,7 @@ from importlib.metadata import version
 
 import pytest
 import torch
-from small_run import CHAIN, TEMPERATURE, graded_by, small_trainer
+from small_run import CHAIN, TEMPERATURE, graded_by, small_model, small_trainer
 
 from sparse_rl.evaluate import EvalConfig
 from sparse_rl.kv import RKV, Full
@@ -37,7 +37,7 @@ def test_a_run_writes_what_it_did(tmp_path):
         "policy": "rkv",
         **{k: v for k, v in record["config"]["kv"].items() if k != "policy"},
     }
-    assert record["config"]["correction"]["veto"] == 0.1 and record["versions"]["torch"] == version("torch")
+    assert record["config"]["correction"]["veto"] == 0.6 and record["versions"]["torch"] == version("torch")
     assert record["processes"] == 1 and record["command"] == command() and {"commit", "hardware"} <= record.keys()
     completions = read_log(tmp_path / "run" / "completions.jsonl")
     assert [row["step"] for row in completions] == [1, 2]
@@ -50,7 +50,7 @@ def test_a_run_writes_what_it_did(tmp_path):
 def test_a_rejected_completion_is_logged_with_its_worst_token_and_both_log_probs(tmp_path):
     """From the record alone: the dense log-prob is what the model says of the token after its context."""
     trainer = small_trainer(tmp_path / "run", steps=1, parts={"correction": Correction(veto=0.9)}, log_rejected=100)
-    before = load("embedded")
+    before = small_model()
     trainer.train()
     rows = read_log(tmp_path / "run" / "rejected.jsonl")
     metrics = read_log(tmp_path / "run" / "metrics.jsonl")[1]
@@ -99,7 +99,7 @@ def test_the_reference_is_the_first_model_even_after_a_resume(tmp_path):
     resumed.train()
     lines = read_log(tmp_path / "run" / "metrics.jsonl")
     assert lines[-1]["kl"] > 0
-    first, reference = load("embedded").model.state_dict(), resumed.learner.ref_head.model.state_dict()
+    first, reference = small_model().model.state_dict(), resumed.learner.ref_head.model.state_dict()
     assert all(torch.equal(first[name], reference[name]) for name in first)
 
 

@@ -357,7 +357,7 @@ def test_bf16_weights_move_at_a_tiny_learning_rate_only_with_a_master(rollouts, 
             parameter._post_accumulate_grad_hooks.clear()
         masters.masters = masters.parameters
     learner = Learner(Head(model), torch.optim.AdamW(masters.masters, lr=1e-6, weight_decay=0.0), masters)
-    for _ in range(40):
+    for _ in range(10):
         update(
             learner, rollouts, ADVANTAGES.float(), groups_of(rollouts), PRESETS["tis"], LossConfig(),
             UpdateConfig(max_tokens=200), temperature=1.0, max_length=MAX_LENGTH, generator=torch.Generator(),
