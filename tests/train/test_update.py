@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import math
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -321,8 +322,9 @@ def test_truncated_completions_can_be_left_out(rollouts):
 
 
 def test_an_all_rejected_batch_moves_nothing_and_says_so(rollouts, caplog):
+    rollouts = [replace(rollout, sampler_logprobs=rollout.sampler_logprobs + 20.0) for rollout in rollouts]
     with caplog.at_level(logging.WARNING):
-        moved, metrics = gradient(rollouts, Correction(veto=1e9))
+        moved, metrics = gradient(rollouts, Correction(veto=1e-4))
     assert all(not g.any() for g in moved)
     assert metrics["correction/skipped_updates"] == 1.0 and metrics["correction/rejection_rate"] == 1.0
     assert "rejected" in caplog.text
