@@ -124,6 +124,9 @@ def test_a_calibration_and_what_trains_on_it(evidence, tmp_path):
     assert list(found["schedules"]) == [f"{target:g}" for target in part_g.TARGETS]
     assert list(found["curve"]) == [12, 13, 14, 15, 17, 18, 20, 21, 23, 25, 28, 30]
     assert all(len(at["p05"]) == len(found["bins"]) for at in found["curve"].values())
+    for target, held in found["schedules"].items():  # the interval's lower end decides, and P05 is told as measured
+        assert all(low <= tail for low, tail in zip(held["lower_ends"], held["tails"], strict=True))
+        assert min(held["lower_ends"]) >= float(target) - 0.03 or held["notes"]
     budgets = json.loads((tmp_path / "trial-calibrate" / "config.json").read_text())
     run = work.train(made["trial-schedule-0.86-s0"], "cpu", tmp_path)
     assert run["budgets"] == budgets["0.86"] and len(run["bins"]["tail/overlap_lowest"]) == 2

@@ -57,7 +57,8 @@ FOLLOWED = ("tail/", "kv/budget/", "distill/overlap_p05")  # of a run on a sched
 BEGAN = "began_with"  # file beside a trained model: the hash of the weights before
 CHECKS = 3  # parts of a run, after each of which dense accuracy is looked at
 MEASURED, MEASURED_N = 64, 8  # prompts and completions of a measurement before training
-LEAST_TOKENS, ROUNDS = 600, 8  # of a bin of context lengths; of raising a schedule that holds too little
+LEAST_TOKENS, ROUNDS = 600, 12  # of a bin of context lengths; runs of schedules on the way to one that holds a target
+RESAMPLES = 50  # of a calibration's rollouts: the lower end of their interval meets the target, so none does by luck
 ROWS = 1024
 STARTS_N = 4  # samples a problem before training: every run is compared with it
 STARTS = (0.55, 0.85)  # accuracy of a testbed's model before training
@@ -204,14 +205,15 @@ def calibrate(cell: Cell, device: str, models: Path) -> dict[str, Any]:
         page=1,
         bin=settings["bin"],
         min_tokens=LEAST_TOKENS,
-        bootstrap=0,
+        sure=True,
+        bootstrap=RESAMPLES,
         verify=ROUNDS,
     )
     asked = Calibration(
         loaded=loaded,
         policy=policy_of(settings["policy"], settings["largest"], bed),
-        prompts=task.stream(0, count, 1000),
-        sampling=Sampling(n=MEASURED_N, max_tokens=task.chain_len + 16),
+        prompts=task.stream(0, count * MEASURED_N, 1000),  # one sample each, so that rollouts differ as in training
+        sampling=Sampling(n=1, max_tokens=task.chain_len + 16),
         engine=EngineConfig(rows=count * MEASURED_N, compile=False),
         config=config,
     )
@@ -225,6 +227,7 @@ def calibrate(cell: Cell, device: str, models: Path) -> dict[str, Any]:
             schedules[f"{target:g}"] = {
                 "budgets": steps,
                 "tails": tails_of(found["verified"], config, "p05"),  # with the schedule itself
+                "lower_ends": [rounded(low) for low in tail_row(found["verified"], config)],  # of their intervals
                 "kv_read": rounded(found["verified"]["kv_read_frac"]),
                 "sparse": accuracy(engine, task, bed["problems"]),
                 "notes": found["notes"],
@@ -246,8 +249,8 @@ def calibrate(cell: Cell, device: str, models: Path) -> dict[str, Any]:
 
 
 def tails_of(run: dict[str, Any], config: CalibrationConfig, tail: Any) -> list[float | None]:
-    """By bin of context length."""
-    return [rounded(value) for value in tail_row(run, replace(config, tail=tail))]
+    """By bin of context length, as measured."""
+    return [rounded(value) for value in tail_row(run, replace(config, tail=tail, sure=False))]
 
 
 def mismatch(loaded: LoadedModel, rollouts: list[Rollout], max_tokens: int, temperature: float = 1.0) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from sparse_rl.evaluate.plan import parse_cache
 from sparse_rl.kv import RKV
 from sparse_rl.kv.schedule import load as load_schedule
 from sparse_rl.model.load import load
-from sparse_rl.report import calibration_page
+from sparse_rl.report import calibration_page, calibration_plots
 from sparse_rl.rollout import EngineConfig, Sampling
 from sparse_rl.tasks import Chain
 
@@ -90,6 +90,36 @@ def test_who_wants_to_be_sure_asks_it_of_the_intervals_lower_end(small, tmp_path
     assert any(group["p05_interval"][0] < group["p05"] for group in found)
     floor = [each["top20"]["all"]["p05"] for each in results["floor"]["bins"]]
     assert results["targets"] == pytest.approx([0.86 * p05 for p05 in floor])
+    # and that is what is shown
+    assert calibration_plots.tails(results["runs"][0], results) == tail_row(results["runs"][0], sure)
+    assert calibration_page.summary_lines(results)[0].startswith("lower end of p05 of top20 overlap")
+    _, rows = calibration_page.tail_table(results)
+    assert rows[0][1:] == [f"{group['p05_interval'][0]:.3f} ({group['p05']:.3f})" for group in found]
+    head, rows = calibration_page.schedule_table(results)
+    assert head[3] == "alone (p05)" and rows[0][-1] == _three(tail_row(results["floor"], sure)[0])
+    place = results["budgets"].index(int(rows[-1][1]))
+    assert place == 0 or rows[-1][5] == _three(tail_row(results["runs"][place - 1], sure)[-1])
+    plain = results | {"settings": results["settings"] | {"sure": False}}
+    assert calibration_plots.asked(plain) == "p05 of top20 overlap"
+    assert calibration_plots.tails(results["runs"][0], plain) == [group["p05"] for group in found]
+
+
+def test_the_curves_are_of_what_decided(small, tmp_path):
+    from matplotlib.figure import Figure
+
+    sure = replace(CONFIG, sure=True, bootstrap=20, verify=0)
+    results = calibrate(replace(small, config=sure), tmp_path)
+    for panel in (calibration_plots._by_budget, calibration_plots._by_context):
+        axes = Figure().subplots()
+        panel(axes, results)
+        assert axes.get_title().startswith("lower end of p05")
+    drawn = {line.get_label(): list(line.get_ydata()) for line in axes.get_lines()}
+    run = next(run for run in results["runs"] if str(run["budget"]) in drawn)
+    assert drawn[str(run["budget"])] == tail_row(run, sure)
+
+
+def _three(value):
+    return f"{value:.3f}"
 
 
 def test_the_schedule_is_a_cache_s_budget(small, tmp_path, monkeypatch):

@@ -8,9 +8,8 @@ from itertools import combinations_with_replacement, pairwise
 import numpy as np
 import pytest
 
-from sparse_rl.calibrate.search import budget_grid, cheapest, pool_bins, raise_budgets, with_budget
+from sparse_rl.calibrate.search import budget_grid, cheapest, lowered, pool_bins, raised, with_budget
 from sparse_rl.kv import RKV, Full, Streaming
-from sparse_rl.kv.schedule import Schedule
 
 
 def grid(policy=None, longest=37_000, count=18, page=16, **more):
@@ -82,12 +81,47 @@ def test_bins_without_an_answer():
 
 
 def test_raising():
-    schedule, starts, budgets = Schedule((0, 20), (16, 64)), [0, 10, 20], [16, 32, 64, 128]
-    before = raise_budgets(schedule, starts, budgets, 2, before=True)
-    assert [before.at(start) for start in starts] == [32, 32, 64]
-    itself = raise_budgets(schedule, starts, budgets, 2, before=False)
-    assert [itself.at(start) for start in starts] == [16, 16, 128]
-    first = raise_budgets(schedule, starts, budgets, 0, before=True)
-    assert [first.at(start) for start in starts] == [32, 32, 64], "what follows is never smaller"
-    most = Schedule((0,), (128,))
-    assert raise_budgets(most, starts, budgets, 1, before=True) == most
+    budgets = [16, 32, 64, 128]
+    assert raised([16, 16, 64], [2], budgets) == [16, 16, 128]
+    assert raised([16, 16, 64], [0, 1], budgets) == [32, 32, 64]
+    assert raised([16, 16, 16], [0], budgets) == [32, 32, 32], "what follows is never smaller"
+    assert raised([128, 128, 128], [1], budgets) == [128, 128, 128]
+
+
+@pytest.mark.parametrize("trial", range(20))
+def test_no_bin_of_what_was_lowered_can_go_lower(trial, seed):
+    """Against every schedule there is; no bin falls below its least, and few schedules are run."""
+    draw = np.random.default_rng(seed)
+    budgets, target = sorted(draw.choice(np.arange(10, 100), 6, replace=False).tolist()), 0.5 + 0.4 * draw.random()
+    scale = np.sort(draw.uniform(5, 60, 4))
+    needs = np.triu(draw.random((4, 4)), 1).T  # of what bin j keeps, how much hangs on bin i < j
+
+    def tails(own):
+        kept = [min([own[j], *(own[i] + (1 - needs[j, i]) * 40 for i in range(j))]) for j in range(4)]
+        return 1 - np.exp(-np.array(kept) / scale)
+
+    runs = []
+
+    def holds(own):
+        assert list(own) == sorted(own)
+        runs.append(tuple(own))
+        return bool((tails(own) >= target).all())
+
+    alone = np.array([[1 - np.exp(-budget / each) for each in scale] for budget in budgets])
+    found = cheapest(alone, budgets, range(4), [target] * 4)
+    least = [found.schedule.at(i) for i in range(4)]
+    top = [budgets[-1]] * 4
+    if not holds(top):
+        return
+    own = lowered(top, least, budgets, holds)
+    assert len(set(runs)) <= 1 + 4 * 5, "a bin: one step, half of the rest three times, one step again at the end"
+    assert (tails(own) >= target).all() and all(a >= b for a, b in zip(own, least, strict=True))
+    every = [each for each in combinations_with_replacement(budgets, 4) if (tails(each) >= target).all()]
+    assert not [each for each in every if each != tuple(own) and all(a <= b for a, b in zip(each, own, strict=True))]
+    assert tuple(own) == min(every), "the first bin's is the smallest there is, then the second's"
+
+
+def test_where_one_step_down_fails_one_run_says_so():
+    runs = []
+    assert lowered([64] * 4, [16] * 4, [16, 32, 48, 64], lambda own: runs.append(own) is not None) == [64] * 4
+    assert runs == [[48, 64, 64, 64]], "the others cannot be smaller than the first"

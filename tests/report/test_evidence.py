@@ -5,13 +5,16 @@ from __future__ import annotations
 
 import math
 import random
+from itertools import combinations
 from pathlib import Path
 
 import made_up_evidence as made_up
 import pytest
+from matplotlib.figure import Figure
 
 from sparse_rl.cli import main
 from sparse_rl.evaluate.statistics import Estimate
+from sparse_rl.report import evidence_plots
 from sparse_rl.report.evidence import (
     STATISTICS,
     Case,
@@ -304,6 +307,18 @@ def test_the_page_and_its_plots(tmp_path):
     assert "time.png" not in one
     again = page(read_evidence(results), str(results), str(tmp_path / "evidence.md"), "evidence", DRAWN)
     assert again == one
+
+
+def test_labels_of_nearby_points_do_not_lie_on_each_other():
+    ends = {0.02: 0.5, 0.3: 0.8, 0.86: 0.801, 0.9: 0.802, 0.99: 0.85}
+    figure = Figure(figsize=(9.0, 3.4), layout="constrained")
+    assert evidence_plots._tails(figure, Evidence((*made_up.whole(), *made_up.held("short", ends))), "short")
+    figure.draw_without_rendering()
+    for panel in figure.axes:
+        named = [text for text in panel.texts if text.get_text() in map("{:g}".format, ends)]
+        assert len(named) == len(ends)
+        for one, other in combinations(panel.texts, 2):
+            assert not one.get_window_extent().overlaps(other.get_window_extent()), (one, other)
 
 
 @pytest.mark.parametrize("wrong", [["runs/one"], ["--png", "plots"], ["--output", "evidence.html"]])

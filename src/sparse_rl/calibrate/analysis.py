@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -65,6 +65,15 @@ def tail_row(run: dict[str, Any], config: CalibrationConfig) -> list[float]:
     return [float("nan") if group is None else group[config.tail] for group in groups]
 
 
+def unreached(run: dict[str, Any], config: CalibrationConfig) -> list[int]:
+    """The bins in which a run has too few tokens to say anything."""
+    return [i for i, each in enumerate(run["bins"]) if each[config.overlap][config.tokens] is None]
+
+
+def contexts(bins: Sequence[tuple[int, int]]) -> str:
+    return ", ".join(f"{start}-{end}" for start, end in bins)
+
+
 def targets(config: CalibrationConfig, floors: list[float], target: float | None = None) -> list[float]:
     """What each bin's tail must reach."""
     target = config.target if target is None else target
@@ -87,12 +96,17 @@ def doubts(results: dict[str, Any], config: CalibrationConfig) -> list[str]:
     lows = [_lower_end(run["bins"][i], config) for i, run in enumerate(ran)]
     weak = [i for i, (low, target) in enumerate(zip(lows, results["targets"], strict=True)) if low < target]
     rejected = max(run["rejected_frac"] for run in ran)
+    missed = [span for i, span in enumerate(bins) if i in unreached(ran[i], config)]
     reasons = []
-    if weak:
-        names = ", ".join("{}-{}".format(*bins[i]) for i in weak)
-        lowest = min(lows[i] for i in weak)
+    if missed:
         reasons.append(
-            f"the tail's 95 % interval reaches below the target in the contexts {names}, down to {lowest:.3f}"
+            f"its answers have too few tokens in the contexts {contexts(missed)}, so nothing is verified there, and "
+            "answers that get shorter are a warning sign"
+        )
+    if weak:
+        reasons.append(
+            f"the tail's 95 % interval reaches below the target in the contexts {contexts([bins[i] for i in weak])}, "
+            f"down to {min(lows[i] for i in weak):.3f}"
         )
     if rejected > HIGH_REJECTION:
         reasons.append(

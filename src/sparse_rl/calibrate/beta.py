@@ -41,7 +41,10 @@ class BetaFit:
 
 
 def fit(overlap: np.ndarray) -> BetaFit | None:
-    """Maximum likelihood on the fixed support [0, 0.999]; None where too few tokens are imperfect to say anything."""
+    """Maximum likelihood on the fixed support [0, 0.999]; None where too few tokens are imperfect to say anything.
+
+    Values within 1e-6 of an end are moved there, so a or b well below 0.1 comes back too large: a large KS shows it.
+    """
     below = overlap[overlap <= PERFECT].astype(np.float64) / PERFECT
     if len(below) < LEAST or np.ptp(below) < INSIDE:
         return None

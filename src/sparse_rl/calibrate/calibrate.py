@@ -3,7 +3,7 @@
 
     the dense cache (the floor), then each budget of a grid: sample -> dense pass -> runs/00512.npz
     statistics by context length -> per bin the cheapest budget whose tail meets the target -> schedule.json
-    the schedule itself, as one more run: what it holds in fact, raised where that is too little
+    the schedule itself, as one more run: what it holds in fact; where that is too little, the cheapest that holds
 
 A run is a function of the weights, the prompts and the settings, and is on disk whole or not at all. So a calibration
 that was killed goes on where it was, and another target, tail or bin is found from the same runs.
@@ -13,17 +13,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import time
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from sparse_rl.calibrate.analysis import analyse, described, doubts, met, tail_row
+from sparse_rl.calibrate.analysis import analyse, doubts
 from sparse_rl.calibrate.config import CalibrationConfig
-from sparse_rl.calibrate.search import raise_budgets, with_budget
+from sparse_rl.calibrate.search import with_budget
 from sparse_rl.calibrate.tokens import Tokens, probe
+from sparse_rl.calibrate.verify import verified
 from sparse_rl.kv import EvictPolicy, Full, KVPolicy, policy_record
 from sparse_rl.kv.schedule import Schedule, save
 from sparse_rl.model.load import LoadedModel
@@ -33,7 +33,6 @@ from sparse_rl.runfolder import command, differences, lock, provenance, write_wh
 from sparse_rl.types import Prompt
 
 RECORD = "calibration.json"
-TOLERANCE = 0.03  # below the target that a schedule may fall when it is run, before its budgets are raised
 
 
 class CalibrationObserver:
@@ -115,9 +114,8 @@ def calibrate(
         runs.begin(budgets)
         results = record | analyse(floor, budgets, runs.at, calibration.config)
         results["settings"] = asdict(calibration.config)
-        schedule = Schedule(**{key: tuple(results["schedule"][key]) for key in ("starts", "budgets")})
         if calibration.config.verify:
-            schedule = _verified(schedule, runs, results, calibration)
+            results |= verified(results, runs, calibration.config, evicts=isinstance(calibration.policy, EvictPolicy))
         results["notes"] += doubts(results, calibration.config)
         results["finished"] = datetime.now(UTC).isoformat(timespec="seconds")
         for note in results["notes"]:
@@ -126,6 +124,7 @@ def calibrate(
         told = {key: results[key] for key in ("model", "kv", "hardware", "commit", "finished") if key in results}
         names = ("target", "relative", "overlap", "tail", "sure", "tokens", "bin")
         asked = {name: results["settings"][name] for name in names}
+        schedule = Schedule(*(tuple(results["schedule"][key]) for key in ("starts", "budgets")))
         save(schedule, folder / "schedule.json", **told, **asked)
     return results
 
@@ -188,15 +187,17 @@ class _Runs:
         return self._run(f"{budget:05}", with_budget(self.calibration.policy, budget))
 
     def of_schedule(self, schedule: Schedule) -> Tokens:
-        """A file a schedule, since a policy reads its file once a process."""
+        """A file a schedule, since a policy reads its file once a process; a constant one is a run of the grid."""
+        if len(schedule.budgets) == 1:
+            return self.at(schedule.most)
         text = json.dumps(asdict(schedule))
         name = f"schedule-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
         path = self.folder / f"{name}.json"
         save(schedule, path)
-        return self._run(name, with_budget(self.calibration.policy, str(path)))
+        return self._run(name, with_budget(self.calibration.policy, str(path)), shown=schedule.text)
 
-    def _run(self, name: str, policy: KVPolicy) -> Tokens:
-        path, asked = self.folder / f"{name}.npz", self.calibration
+    def _run(self, name: str, policy: KVPolicy, shown: str = "") -> Tokens:
+        path, asked, shown = self.folder / f"{name}.npz", self.calibration, shown or name
         found = Tokens.load(path)
         if found is not None:
             return found
@@ -204,7 +205,7 @@ class _Runs:
         device = asked.loaded.shape.device
 
         def step(before: int, progress: Progress) -> None:
-            self.observer.on_step(name, before + progress.num_finished, rollouts, progress)
+            self.observer.on_step(shown, before + progress.num_finished, rollouts, progress)
 
         found = probe(asked.loaded, policy, asked.prompts, asked.sampling, asked.engine, self.memory, on_step=step)
         found.save(path)
@@ -212,34 +213,5 @@ class _Runs:
             free(device)
         seconds = time.perf_counter() - began
         self.spent, self.made, self.left = self.spent + seconds, self.made + 1, max(0, self.left - 1)
-        self.observer.on_run(name, seconds, self.left * self.spent / self.made)
+        self.observer.on_run(shown, seconds, self.left * self.spent / self.made)
         return found
-
-
-def _verified(schedule: Schedule, runs: _Runs, results: dict[str, Any], calibration: Calibration) -> Schedule:
-    """The schedule, run as it is; raised, and run again, as long as it holds less than the target.
-
-    What was evicted at short contexts is missing at longer ones, so a budget that holds a bin from the beginning may
-    not hold it after smaller ones.
-    """
-    config, bins, tried = calibration.config, results["bins"], []
-    starts, evicts = [start for start, _ in bins], isinstance(calibration.policy, EvictPolicy)
-    for rounds_left in range(config.verify - 1, -1, -1):
-        results["verified"] = described(runs.of_schedule(schedule), bins, config)
-        held = tail_row(results["verified"], config)
-        short = [i for i, target in enumerate(results["targets"]) if held[i] < target - TOLERANCE]
-        tried.append({**asdict(schedule), "tails": [None if math.isnan(tail) else tail for tail in held]})
-        if not short:
-            break
-        raised = raise_budgets(schedule, starts, results["budgets"], short[0], before=evicts)
-        if not rounds_left or raised == schedule:
-            names = ", ".join("{}-{}".format(*bins[i]) for i in short)
-            results["notes"].append(
-                f"run as it is, the schedule's tail is below the target by more than {TOLERANCE} in the contexts "
-                f"{names}; give more rounds (verify), more tokens, or a larger budget there."
-            )
-            break
-        schedule = raised
-    results["schedule"] = {**asdict(schedule), "met": met(schedule, results, config)}
-    results["tried"] = tried
-    return schedule

@@ -30,7 +30,7 @@ class CalibrationConfig:
     bin: tokens of a bin of context length
     min_tokens: tokens a bin must have; one with fewer is pooled with the next
     bootstrap: resamples of the rollouts for 95 % intervals; 0 leaves them out
-    verify: times the schedule itself is run; where it falls short its budgets rise; 0 leaves it as the grid has it
+    verify: most runs of schedules, the grid's first, then what leads to the cheapest that holds; 0 takes the grid's
     """
 
     budgets: tuple[int, ...] = ()
@@ -48,7 +48,7 @@ class CalibrationConfig:
     bin: int = 2000
     min_tokens: int = 2000
     bootstrap: int = 200
-    verify: int = 6
+    verify: int = 16
 
     def __post_init__(self) -> None:
         for name, least in (

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -115,25 +115,41 @@ def cheapest(
         chosen.append(budgets[least])
         met.append(bool(holding))
         measured.append(bool(known))
-    return Found(schedule=_steps(starts, chosen), met=tuple(met), measured=tuple(measured))
+    return Found(schedule=steps(starts, chosen), met=tuple(met), measured=tuple(measured))
 
 
-def raise_budgets(
-    schedule: Schedule, starts: Sequence[int], budgets: Sequence[int], short: int, *, before: bool
-) -> Schedule:
-    """One step of the grid more for a schedule that holds too little in bin number `short`.
+def raised(own: Sequence[int], short: Sequence[int], budgets: Sequence[int]) -> list[int]:
+    """One step of the grid more in the bins `short`; what follows is never smaller."""
+    more = [next((each for each in budgets if each > budget), budget) for budget in own]
+    return np.maximum.accumulate([more[i] if i in short else own[i] for i in range(len(own))]).tolist()
 
-    before: raise the smaller budgets of the bins before it, if there are any, since what they dropped is missing there
+
+def lowered(
+    own: Sequence[int], least: Sequence[int], budgets: Sequence[int], holds: Callable[[list[int]], bool]
+) -> list[int]:
+    """Each bin's budget as small as `holds` lets it be, the first bin's first; never below `least`, never falling.
+
+    own: a budget a bin, which hold. One step down is tried first, and if it holds, the rest is halved. It ends when no
+    bin can go one step down by itself.
     """
-    own = [schedule.at(start) for start in starts]
-    smaller = [i for i in range(short) if own[i] < own[short]] if before else []
-    for i in smaller or [short]:
-        own[i] = next((budget for budget in budgets if budget > own[i]), own[i])
-    raised = np.maximum.accumulate(own).tolist()
-    return _steps(starts, raised)
+    own, before = list(own), None
+    while own != before:
+        before = own
+        for i in range(len(own)):
+            bottom = max(least[i], own[i - 1] if i else 0)
+            down = [budget for budget in budgets if bottom <= budget < own[i]]
+            place = len(down) - 1
+            while down:
+                tried = [*own[:i], down[place], *own[i + 1 :]]
+                if holds(tried):
+                    own, down = tried, down[:place]
+                else:
+                    down = down[place + 1 :]
+                place = len(down) // 2
+    return own
 
 
-def _steps(starts: Sequence[int], chosen: Sequence[int]) -> Schedule:
+def steps(starts: Sequence[int], chosen: Sequence[int]) -> Schedule:
     """A budget a bin as a schedule, its equal neighbours as one step; it begins at context 0."""
     firsts = [i for i in range(len(chosen)) if i == 0 or chosen[i] != chosen[i - 1]]
     return Schedule(tuple(0 if i == 0 else starts[i] for i in firsts), tuple(chosen[i] for i in firsts))

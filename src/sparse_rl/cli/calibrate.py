@@ -251,7 +251,7 @@ def _dry_run(
     print(f"{len(budgets)} budgets at most: {', '.join(map(str, budgets))}")
     if not config.budgets and config.highest is None:
         print("  (they end at the longest context that the dense cache comes to, which the first run tells)")
-    once = f" and at most {config.verify} runs of the schedule" if config.verify else ""
+    once = f" and at most {config.verify} runs of schedules" if config.verify else ""
     print(
         f"{1 + len(budgets)} runs{once}, each at most {room:,} tokens; engine.rows {engine.rows} on {settings.device}"
     )

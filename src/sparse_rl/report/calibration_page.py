@@ -15,7 +15,8 @@ from sparse_rl.runfolder import write_whole
 ABOUT = """How near a sampler with a sparse KV cache is to its dense model, by budget and context length. Overlap is
 sum_v min(p_dense, p_sparse) of the next-token distributions: 1 is as dense. top20 sums over tokens that are among the
 best 20 of both sides, as Sparrow does; lower sums over the sampler's best ids and is exact up to 4096 of them. A
-decision token is one whose dense entropy is above the threshold. Intervals are 95 %, from resampled rollouts. Hazard is
+decision token is one whose dense entropy is above the threshold. Intervals are 95 %, from resampled rollouts. Where the
+schedule had to be sure, the lower end of the interval is what is shown, with the statistic itself beside it. Hazard is
 rejections a token, were a rollout rejected at its first token with xi < 1e-4; of L tokens, 1 - exp(-hazard L) are."""
 NONE = "–"
 
@@ -69,16 +70,9 @@ def schedule_table(results: Results) -> tuple[list[str], list[list[str]]]:
     cells = [tail_cells(run, results) for run in results["runs"]]
     floor, verified = tails(results["floor"], results), results.get("verified")
     as_run = tail_cells(verified, results) if verified else [NONE] * len(floor)
-    head = [
-        "context",
-        "budget",
-        "target",
-        "alone (95 %)",
-        "would be rejected",
-        "next cheaper",
-        "as run (95 %)",
-        "dense",
-    ]
+    beside = results["settings"]["tail"] if results["settings"]["sure"] else "95 %"
+    head = ["context", "budget", "target", f"alone ({beside})", "would be rejected", "next cheaper"]
+    head += [f"as run ({beside})", "dense"]
     rows = []
     for i, (start, end) in enumerate(results["bins"]):
         budget = schedule.at(start)
@@ -94,18 +88,21 @@ def schedule_table(results: Results) -> tuple[list[str], list[list[str]]]:
 
 
 def tail_table(results: Results) -> tuple[list[str], list[list[str]]]:
-    """A row a budget, a column a bin, each with its interval."""
+    """A row a budget, a column a bin."""
     named = [*((str(run["budget"]), run) for run in results["runs"]), ("dense", results["floor"])]
     rows = [[name, *tail_cells(run, results)] for name, run in named]
     return ["budget", *(f"{start}-{end}" for start, end in results["bins"])], rows
 
 
 def tail_cells(run: Results, results: Results) -> list[str]:
-    """The tail of each bin with its interval."""
+    """The tail of each bin with its interval; where that one's lower end decides, the end, and the tail beside it."""
     settings, cells = results["settings"], []
-    for each, tail in zip(run["bins"], tails(run, results), strict=True):
-        span = (each[settings["overlap"]][settings["tokens"]] or {}).get(f"{settings['tail']}_interval")
-        cells.append(_shown(tail) + (f" ({span[0]:.3f}-{span[1]:.3f})" if span else ""))
+    for each, shown in zip(run["bins"], tails(run, results), strict=True):
+        group = each[settings["overlap"]][settings["tokens"]] or {}
+        span = group.get(f"{settings['tail']}_interval")
+        beside = f"{group[settings['tail']]:.3f}" if settings["sure"] and group else ""
+        beside = beside or (f"{span[0]:.3f}-{span[1]:.3f}" if span else "")
+        cells.append(_shown(shown) + (f" ({beside})" if beside else ""))
     return cells
 
 

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from sparse_rl.calibrate import CalibrationConfig
+from sparse_rl.calibrate.analysis import tail_row
 from sparse_rl.calibrate.beta import PERFECT, density
 from sparse_rl.kv.schedule import Schedule
 from sparse_rl.report.plots import COLOURS, INK, MARKERS, plot_style
@@ -56,15 +58,14 @@ def _figure(results: Results) -> Figure:
 
 def tails(run: Results, results: Results) -> list[float]:
     """What the schedule was chosen by, bin by bin; nan where there is none."""
-    settings = results["settings"]
-    groups = [each[settings["overlap"]][settings["tokens"]] for each in run["bins"]]
-    return [math.nan if group is None else group[settings["tail"]] for group in groups]
+    return tail_row(run, CalibrationConfig(**results["settings"]))
 
 
 def asked(results: Results) -> str:
+    """The statistic that `tails` has, in words."""
     settings = results["settings"]
     over = "" if settings["tokens"] == "all" else ", decision tokens"
-    return f"{settings['tail']} of {settings['overlap']} overlap{over}"
+    return f"{'lower end of ' * settings['sure']}{settings['tail']} of {settings['overlap']} overlap{over}"
 
 
 def _some(items: list[Any], most: int = SHOWN) -> list[Any]:
@@ -124,7 +125,7 @@ def _by_budget(axes: Axes, results: Results) -> None:
     settings, budgets = results["settings"], results["budgets"]
     for place, colour in zip(_some(list(range(len(results["bins"])))), COLOURS, strict=False):
         groups = [run["bins"][place][settings["overlap"]][settings["tokens"]] for run in results["runs"]]
-        values = [math.nan if group is None else group[settings["tail"]] for group in groups]
+        values = [tails(run, results)[place] for run in results["runs"]]
         start, end = results["bins"][place]
         axes.plot(budgets, values, color=colour, marker="o", label=f"{start}-{end}")
         spans = [(group or {}).get(f"{settings['tail']}_interval", (math.nan, math.nan)) for group in groups]

@@ -15,9 +15,11 @@ from sparse_rl.report.plots import COLOURS, INK, STYLE, looks
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.text import Annotation
 
 PALETTE = (INK, *COLOURS, "#8c6d31")
 LOOKS = dict(zip(ARMS, zip(PALETTE, "osD^vPX*", strict=True), strict=True))  # colour and marker of an arm
+LABEL = 8  # size of a label at a point
 STAGES = {
     "rollout_s": "rollout",
     "update_plain_s": "update",
@@ -185,7 +187,7 @@ def _tails(figure: Figure, evidence: Evidence, bed: str) -> bool:
     """Accuracy with both caches against what a step reads; schedules with their targets beside them."""
     runs, shown = held(evidence, bed), False
     names = {"tis": "constant budget", "schedule": "schedule", "auto": "auto", "auto_distill": "auto + DistillSparse"}
-    panels = figure.subplots(1, 2, sharey=True)
+    panels, texts = figure.subplots(1, 2, sharey=True), []
     for panel, cache in zip(panels, ("dense", "sparse"), strict=True):
         for (arm, label), colour, marker in zip(names.items(), COLOURS, "osD^", strict=False):
             own = [(budget, target) for name, budget, target in runs if name == arm]
@@ -198,7 +200,7 @@ def _tails(figure: Figure, evidence: Evidence, bed: str) -> bool:
                 text = str(budget) if target is None else f"{target:g}"
                 if end.count and arm in ("tis", "schedule"):
                     place = {"xytext": (3, -11 if arm == "tis" else 6), "textcoords": "offset points"}
-                    panel.annotate(text, (x, end.mean), color=colour, fontsize=8, **place)
+                    texts.append(panel.annotate(text, (x, end.mean), color=colour, fontsize=LABEL, **place))
         lines = {"-": evidence.end(bed, "dense", 0), ":": evidence.start(bed)} if cache == "dense" else {}
         for dash, found in lines.items():
             if found.count:
@@ -209,7 +211,19 @@ def _tails(figure: Figure, evidence: Evidence, bed: str) -> bool:
         panel.xaxis.set_major_formatter("{x:.0%}")
         panel.margins(y=0.15)
     figure.legend(*_legend(panels), loc="outside lower left", ncols=6, fontsize=9)
+    _apart(figure, texts)
     return shown
+
+
+def _apart(figure: Figure, texts: list[Annotation]) -> None:
+    """Move labels further from their points, up or down as they are, until none lies on one before it."""
+    figure.draw_without_rendering()  # which puts everything in its place
+    for i, text in enumerate(texts):
+        for _ in range(len(texts)):
+            if not any(text.get_window_extent().overlaps(other.get_window_extent()) for other in texts[:i]):
+                break
+            x, y = text.xyann
+            text.xyann = (x, y + math.copysign(LABEL, y))
 
 
 def _predictors(figure: Figure, evidence: Evidence) -> bool:
