@@ -36,7 +36,8 @@ def main() -> None:
     if args.steps < 1 or args.problems < 2:
         parser.error("--steps must be at least 1 and --problems at least 2")
     began = time.time()
-    print(f'if this is stopped, make demo DEMO="--runs {args.runs} --steps {args.steps}" goes on with it')
+    again = f"--runs {args.runs} --steps {args.steps} --problems {args.problems}"
+    print(f'if this is stopped, make demo DEMO="{again}" goes on with it')
     for arm, preset in ARMS.items():
         settings = {
             "trainer.output_dir": args.runs / arm,

@@ -203,7 +203,7 @@ def test_a_cache_outlives_inference_mode(tiny, prompts):
         model(ids, past_key_values=cache)
     with torch.no_grad():
         model(ids, past_key_values=other)
-        more = [model(ids[:, :30], past_key_values=each).logits for each in (cache, other)]
+        more = [model(ids[:, :1], past_key_values=each).logits for each in (cache, other)]  # into pages that were cut
     assert torch.equal(*more)
 
 
