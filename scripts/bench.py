@@ -29,14 +29,14 @@ from rich.table import Table
 from sparse_rl.runfolder import package_commit
 
 RESULTS = Path("benchmarks/results")
-SPEED = ("rollout_h200", "learner_h200", "full_step_h200", "policies_speed")
+SPEED = ("rollout_h200", "learner_h200", "full_step_h200", "policies_speed", "cost_h200")
 QUALITY = ("policies_quality", "arms", "smollm2_lookup", "smollm2_words", "eval_smollm2")  # the last needs that before
 FILES = {"cpu": ("rollout_cpu",), "gpu": (*SPEED, *QUALITY)}
 COPIED = {"eval_smollm2": {"results.json": "json", "table.md": "md"}}  # from the folder of the command's --output
 WORK = ("runs/arms", "runs/smollm2", "evals/smollm2")  # what commands go on with
 FIGURES = ("tokens_per_s", "step_ms", "roofline.share", "mfu", "peak_bytes", "kv.peak_bytes", "kv_peak_bytes")
 FIGURES += ("rollout_tokens_per_s", "update_tokens_per_s", "measured_bytes.rollout", "measured_bytes.update")
-FIGURES += ("against.generate.ratio", "against.trl.ratio", "overlap_p05", "accuracy")
+FIGURES += ("against.generate.ratio", "against.trl.ratio", "overlap_p05", "accuracy", "worst_error")
 
 
 def main() -> None:

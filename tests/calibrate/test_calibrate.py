@@ -244,15 +244,29 @@ def test_cost_command():
     assert found["eflops"]["printed"] == pytest.approx(4.8, rel=0.02) and list(found["pages"]) == ["16", "64"]
     code, _, err = run("calibrate", "cost", "--measure")
     assert code == 2 and "--kv names none" in err
+    code, _, err = run("calibrate", "cost", "--result", "cost.json")
+    assert code == 2 and "nothing is measured" in err
 
 
 @pytest.mark.slow
-def test_the_cost_model_is_checked_on_this_machine():
+def test_the_cost_model_is_checked_on_this_machine(tmp_path):
     measured = ["--shape", "tiny", "--device", "cpu", "--rows", "2", "--contexts", "24", "--measure"]
-    code, out, err = run("calibrate", "cost", *measured, "--kv", "rkv:budget=16,interval=4", "--json")
+    code, out, err = run(
+        "calibrate",
+        "cost",
+        *measured,
+        "--kv",
+        "rkv:budget=16,interval=4",
+        "--json",
+        "--result",
+        str(tmp_path / "c.json"),
+    )
     assert code == 0, err
     found = json.loads(out)
     (step,) = found["steps"]
+    (record,) = json.loads((tmp_path / "c.json").read_text())
+    assert record["label"] == "tiny, float32, rkv:budget=16,interval=4, 2 rows" and record["commit"] == found["commit"]
+    assert record["results"]["worst_error"] == pytest.approx(abs(step["error"]), rel=1e-5)
     assert found["machine"]["fixed_s"] > 0 and step["error"] == pytest.approx(
         step["predicted_ratio"] / step["ratio"] - 1
     )

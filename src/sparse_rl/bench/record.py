@@ -40,4 +40,6 @@ def _rounded(value: Any) -> Any:
     """Floats with six digits: more is noise."""
     if isinstance(value, dict):
         return {key: _rounded(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_rounded(item) for item in value]
     return float(f"{value:.6g}") if isinstance(value, float) else value

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparse_rl.cli.parsing import make_parser, model_dtype, parse, quiet_bars
@@ -34,11 +35,14 @@ ANCHOR = 128  # tokens of the context at which the fixed cost is measured
 
 def run(arguments: list[str]) -> None:
     settings = parse(_parser(), arguments)
+    from sparse_rl.bench.record import merge, read
     from sparse_rl.calibrate.cost import Reading
     from sparse_rl.evaluate.plan import parse_cache
     from sparse_rl.kv.schedule import load
 
     _check(settings)
+    if settings.result is not None:
+        read(Path(settings.result))  # what is wrong with it is said before the work
     policy = parse_cache(settings.kv) if settings.kv else None
     reading = (
         Reading(schedule=load(_budget(settings.budget)), page=settings.page)
@@ -49,6 +53,8 @@ def run(arguments: list[str]) -> None:
     if settings.measure:
         assert policy is not None
         results = _measure(settings, policy, reading)
+        if settings.result is not None:
+            merge(Path(settings.result), _record(results))
     else:
         results = _predict(settings, model, reading, _machine(settings))
     print(json.dumps(results, indent=1) if settings.json else "\n".join(lines(results)))
@@ -76,6 +82,7 @@ def _parser() -> ArgumentParser:
     parser.add_argument("--device", type=str | None, default=None, help="to measure on; a GPU where there is one")
     parser.add_argument("--dtype", type=str | None, default=None, help="to measure in; bfloat16 on a GPU")
     parser.add_argument("--json", action="store_true", help="print the numbers as JSON")
+    parser.add_argument("--result", type=str | None, default=None, help="JSON file that a measurement is put into")
     return parser
 
 
@@ -94,6 +101,10 @@ def _check(settings: Namespace) -> None:
         raise ValueError(f"--fixed-ms is {settings.fixed_ms}; it must be at least 0.")
     if settings.measure and settings.kv is None:
         raise ValueError("--measure runs a policy, and --kv names none; give one, such as --kv rkv:1024.")
+    if settings.result is not None and not settings.measure:
+        raise ValueError(
+            "--result keeps what --measure finds, and nothing is measured; give --measure, or leave it out."
+        )
 
 
 def _budget(text: str) -> int | str:
@@ -244,6 +255,16 @@ def _measure(settings: Namespace, policy: KVPolicy, reading: Reading) -> dict[st
         "work": {"rows": config.rows, "dtype": config.dtype},
         "steps": steps,
     }
+
+
+def _record(results: dict[str, Any]) -> dict[str, Any]:
+    """As the other benchmarks keep theirs."""
+    work, steps = results["work"], results["steps"]
+    label = f"{results['shape']}, {work['dtype']}, {results['kv']}, {work['rows']} rows"
+    kept = {name: results[name] for name in ("command", "commit", "hardware", "versions")}
+    settings = {"shape": results["shape"], "kv": results["kv"], **work, "contexts": [s["context"] for s in steps]}
+    found = {"machine": results["machine"], "steps": steps, "worst_error": max(abs(s["error"]) for s in steps)}
+    return {"label": label, **kept, "settings": settings, "results": found}
 
 
 def lines(results: dict[str, Any]) -> list[str]:
