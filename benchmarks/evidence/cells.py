@@ -22,6 +22,7 @@ ARMS = {  # KV policy of the rollouts, correction preset
     "reject_only": ("rkv", "reject_only"),
     "reweight_only": ("rkv", "reweight_only"),
     "sparse_rl": ("rkv", "sparse_rl"),
+    "bounded": ("rkv", "bounded"),
     "sparse_rl_release": ("rkv", "sparse_rl_release"),
     "tis": ("rkv", "tis"),
     "icepop": ("rkv", "icepop"),

@@ -56,6 +56,7 @@ MEAN_RELEASE = (0.8 + 1.5 + 0.4 + 1.2 + 5e-5 + 1.0) / 6
 BY_HAND = {
     "none": ([1, 1, 1, 1, 1, 1], [True, True]),
     "sparse_rl": ([0.8, 1.6, 0.4, 0, 0, 0], [True, False]),
+    "bounded": ([0.8, 0, 0, 0, 0, 0], [True, False]),
     "sparse_rl_release": ([0.8 / MEAN_RELEASE, 0, 0, 0, 0, 0], [True, False]),
     "prefix": ([0.8, 1.6, 0.4, 1.2, 0, 0], [True, True]),
     "mask": ([0.8, 1.6, 0.4, 1.2, 0, 1.0], [True, True]),

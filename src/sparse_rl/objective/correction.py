@@ -89,6 +89,7 @@ def check_choices(settings: Any, section: str) -> None:
 PRESETS: dict[str, Correction] = {
     "none": Correction(weight=False),
     "sparse_rl": Correction(veto=1e-4),
+    "bounded": Correction(lower=0.5, upper=1.5, action="mask", veto=1e-4),
     "sparse_rl_release": Correction(
         lower=0.5, upper=1.5, action="mask", veto=1e-4, normalize=True, denominator="surviving"
     ),

@@ -20,7 +20,7 @@ from typing import Any, Literal
 from sparse_rl.evaluate.statistics import Estimate, estimate
 
 Record = dict[str, Any]
-ARMS = ("dense", "naive", "reject_only", "reweight_only", "sparse_rl", "sparse_rl_release", "tis", "icepop")
+ARMS = ("dense", "naive", "reject_only", "reweight_only", "sparse_rl", "bounded", "sparse_rl_release", "tis", "icepop")
 STATISTICS = {  # measured before training: what a low or a high value of it warns of
     "overlap_mean": ("overlap, mean", -1),
     "overlap_p05": ("overlap, P05", -1),
@@ -61,7 +61,7 @@ class Evidence:
         bed = self.bed(testbed)
         if bed.get("whole"):
             return ARMS
-        return ARMS[:5] if "sweep" in bed else ("dense", "naive", "sparse_rl")
+        return ARMS[:6] if "sweep" in bed else ("dense", "naive", "sparse_rl")
 
     def part(self, name: str) -> list[Record]:
         return [record for record in self.records if record["part"] == name]

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from matplotlib.text import Annotation
 
-PALETTE = (INK, *COLOURS, "#8c6d31")
-LOOKS = dict(zip(ARMS, zip(PALETTE, "osD^vPX*", strict=True), strict=True))  # colour and marker of an arm
+PALETTE = (INK, *COLOURS[:4], "#7f3c8d", *COLOURS[4:], "#8c6d31")
+LOOKS = dict(zip(ARMS, zip(PALETTE, "osD^v<PX*", strict=True), strict=True))  # colour and marker of an arm
 LABEL = 8  # size of a label at a point
 STAGES = {
     "rollout_s": "rollout",
@@ -67,7 +67,7 @@ def _arms(figure: Figure, evidence: Evidence, bed: str) -> bool:
         for i, arm in enumerate(ARMS[1:]):
             colour, marker = LOOKS[arm]
             ends = [evidence.end(bed, arm, budget, cache) for budget in budgets]
-            places = [x + (i - 3) * 0.1 for x in range(len(budgets))]
+            places = [x + (i - 3.5) * 0.09 for x in range(len(budgets))]
             shown |= _points(panel, places, ends, color=colour, marker=marker, ls="", markersize=6, label=arm)
         if cache == "dense":
             for label, found, dash in (
@@ -85,7 +85,7 @@ def _arms(figure: Figure, evidence: Evidence, bed: str) -> bool:
     figure.legend(
         *_legend(panels),
         loc="outside lower left",
-        ncols=9,
+        ncols=10,
         columnspacing=0.7,
         handletextpad=0.2,
         fontsize=9,
@@ -113,7 +113,7 @@ def _curves(figure: Figure, evidence: Evidence, bed: str) -> bool:
         panel.set_title(f"Dense accuracy, budget {budget}")
         panel.set_xlabel("step")
         panel.margins(y=0.1)
-    figure.legend(*_legend(panels), loc="outside lower left", ncols=8, fontsize=9)
+    figure.legend(*_legend(panels), loc="outside lower left", ncols=9, columnspacing=1.0, fontsize=9)
     return shown
 
 
