@@ -20,7 +20,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from statistics import mean
 from typing import Any
 
 from rich.console import Console
@@ -30,10 +29,10 @@ from sparse_rl.runfolder import package_commit
 
 RESULTS = Path("benchmarks/results")
 SPEED = ("rollout_h200", "learner_h200", "full_step_h200", "policies_speed", "cost_h200")
-QUALITY = ("policies_quality", "arms", "smollm2_lookup", "smollm2_words", "eval_smollm2")  # the last needs that before
+QUALITY = ("policies_quality", "smollm2_lookup", "smollm2_words", "eval_smollm2")  # the last needs that before
 FILES = {"cpu": ("rollout_cpu",), "gpu": (*SPEED, *QUALITY)}
 COPIED = {"eval_smollm2": {"results.json": "json", "table.md": "md"}}  # from the folder of the command's --output
-WORK = ("runs/arms", "runs/smollm2", "evals/smollm2")  # what commands go on with
+WORK = ("runs/smollm2", "evals/smollm2")  # what commands go on with
 FIGURES = ("tokens_per_s", "step_ms", "roofline.share", "mfu", "peak_bytes", "kv.peak_bytes", "kv_peak_bytes")
 FIGURES += ("rollout_tokens_per_s", "update_tokens_per_s", "measured_bytes.rollout", "measured_bytes.update")
 FIGURES += ("against.generate.ratio", "against.trl.ratio", "overlap_p05", "accuracy", "worst_error")
@@ -114,22 +113,21 @@ def compared(name: str, before: list[dict[str, Any]], after: list[dict[str, Any]
 
 def figures(records: list[dict[str, Any]]) -> dict[tuple[str, str], float]:
     """The numbers that the README shows, by what was measured and by name."""
-    found: dict[tuple[str, str], list[float]] = {}
+    found: dict[tuple[str, str], float] = {}
     for record in records:
         for name in FIGURES:
             value: Any = record.get("results")
             for key in name.split("."):
                 value = value.get(key) if isinstance(value, dict) else None
             if value is not None:
-                found[record["label"], name] = [value]
-        for run in record.get("runs", []):  # of arms: the mean over seeds
+                found[record["label"], name] = value
+        for run in record.get("runs", []):  # one an arm
             for cache in ("dense", "sparse"):
-                value = run["final"][cache]["reward"] if "final" in run else run[cache][-1][0]
-                found.setdefault((run["arm"], f"{cache} accuracy"), []).append(value)
+                found[run["arm"], f"{cache} accuracy"] = run["final"][cache]["reward"]
         for cell in record.get("cells", []):
             where = f"{cell['model']}, {cell['cache']}"
-            found[where, cell["benchmark"]] = [figure["mean"] for figure in cell["metrics"].values()][:1]
-    return {key: mean(values) for key, values in found.items()}
+            found[where, cell["benchmark"]] = next(iter(cell["metrics"].values()))["mean"]
+    return found
 
 
 if __name__ == "__main__":

@@ -4,27 +4,28 @@
     python scripts/demo.py [--steps 20] [--runs FOLDER]
 
 Trains both arms for a few steps on this machine, evaluates each with the dense and with the sparse cache on held-out
-problems, prints that beside the recorded runs of benchmarks/arms.py, and writes a report. Whatever happened is shown.
+problems, prints that beside the recorded runs of benchmarks/evidence, and writes a report. Whatever happened is shown.
 With the --runs of a demo that was stopped it goes on where that one ended.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from pathlib import Path
-from statistics import mean, stdev
-from typing import Any
+from statistics import mean
 
 from rich.console import Console
 from rich.table import Table
 
 from sparse_rl.cli import main as sparse_rl
 from sparse_rl.metrics import read_log
+from sparse_rl.report.evidence import Evidence, read_evidence
+from sparse_rl.report.evidence_claims import number
 
 ARMS = {"naive": "none", "sparse_rl": "sparse_rl"}  # correction presets
-RECORDED = Path(__file__).parents[1] / "benchmarks" / "results" / "arms.json"
+BUDGET = 67  # entries of R-KV
+RECORDED = Path(__file__).parents[1] / "benchmarks" / "evidence" / "results"
 
 
 def main() -> None:
@@ -44,6 +45,7 @@ def main() -> None:
             "trainer.steps": args.steps,
             "trainer.resume_from_checkpoint": any((args.runs / arm).glob("checkpoint-*")),
             "correction.preset": preset,
+            "kv.budget": BUDGET,
             "eval.every": 0,
             "eval.prompts": args.problems,
         }
@@ -53,7 +55,7 @@ def main() -> None:
     console = Console(width=max(Console().width, 110))
     console.print(live_table(args.runs, args.problems))
     if RECORDED.exists():
-        console.print(recorded_table(json.loads(RECORDED.read_text())))
+        console.print(recorded_table(read_evidence(RECORDED)))
         print("Live runs are short and of one seed: they differ by little more than their errors.")
     sparse_rl(["report", *(str(args.runs / arm) for arm in ARMS), f"--output={args.runs / 'report.html'}"])
     print(f"{time.time() - began:.0f} s in all")
@@ -72,20 +74,20 @@ def live_table(runs: Path, problems: int) -> Table:
     return table
 
 
-def recorded_table(record: dict[str, Any]) -> Table:
-    runs, settings = record["runs"], record["settings"]
+def recorded_table(evidence: Evidence) -> Table:
+    bed = evidence.bed("short")
     table = empty_table(
-        f"recorded: {settings['steps']} steps, mean ± standard deviation over {len(settings['seeds'])} seeds "
-        f"({record['hardware']}, commit {record['commit']})"
+        f"recorded on a GPU: {bed['updates']} steps of {bed['prompts'] * bed['n']} rollouts, three seeds"
     )
-    for arm in dict.fromkeys(run["arm"] for run in runs):
-        chosen = [run for run in runs if run["arm"] == arm]
-        cells = [f"{mean(mean(run['curves'][name]) for run in chosen):.0%}" for name in ("kv_saved", "catastrophic")]
-        for cache in ("dense", "sparse"):
-            for place in (0, -1):
-                found = [run[cache][place][0] for run in chosen if run[cache][place] is not None]
-                spread = f" ± {stdev(found):.3f}" if place and len(found) > 1 else ""
-                cells.append(f"{mean(found):.3f}{spread}" if found else "")
+    before = mean(record["results"]["reward"] for record in evidence.before("short", "rkv", BUDGET))
+    for arm in evidence.arms("short"):
+        if not (runs := evidence.runs("short", arm, BUDGET)) or arm == "dense":  # it has another sparse cache
+            continue
+        cells = [
+            f"{mean(mean(run['results']['curves'][name]) for run in runs):.0%}" for name in ("kv_saved", "catastrophic")
+        ]
+        for cache, start in (("dense", evidence.start("short").mean), ("sparse", before)):
+            cells += [f"{start:.3f}", number(evidence.end("short", arm, BUDGET, cache))]
         table.add_row(arm, *cells)
     return table
 

@@ -13,6 +13,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from sparse_rl.report.evidence import read_evidence
+from sparse_rl.report.evidence_claims import number
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -59,13 +62,13 @@ def test_only_what_is_of_another_commit_runs_and_stands_beside_its_old_value(scr
         speed("c", "sparse-rl bench c", 9.0, "new"),
     ]
     (script.RESULTS / "rollout_cpu.json").write_text(json.dumps(records))
-    Path("runs/arms").mkdir(parents=True)
+    Path("runs/smollm2").mkdir(parents=True)
     monkeypatch.setattr(sys, "argv", ["bench.py", "cpu"])
     with pytest.raises(SystemExit) as end:
         script.main()
     assert end.value.code == 1
     assert repository == ["-m sparse_rl bench a", "benchmarks/b.py broken"]
-    assert not Path("runs/arms").exists() and Path("runs/bench/new/runs/arms").is_dir()
+    assert not Path("runs/smollm2").exists() and Path("runs/bench/new/runs/smollm2").is_dir()
     captured = capsys.readouterr()
     row = next(line for line in captured.out.splitlines() if "50" in line)
     assert "100" in row and "+100.0%" in row
@@ -85,8 +88,13 @@ def test_figures_are_the_readmes(script):
     def read(name):
         return script.figures(script.read(ROOT / "benchmarks" / "results" / f"{name}.json"))
 
-    for (arm, figure), value in read("arms").items():
-        assert f"{value:.3f}" in readme, (arm, figure)
+    evidence = read_evidence(ROOT / "benchmarks" / "evidence" / "results")
+    first = (ROOT / "README.md").read_text(encoding="utf-8")
+    for arm in [arm for arm in evidence.arms("short") if evidence.runs("short", arm, 67)]:
+        row = " | ".join(
+            number(evidence.end("short", arm, budget)) for budget in ((67, 45, 32) if arm != "dense" else (0,))
+        )
+        assert f"| {row} |" in first, arm
     assert f"{next(iter(read('rollout_h200').values())):,.0f} | " in readme
     assert f"{read('smollm2_lookup')['sparse_rl', 'sparse accuracy']:.3f} ± " in readme
 
