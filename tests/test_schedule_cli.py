@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import logging
+from dataclasses import replace
 
 import pytest
 import yaml
@@ -17,6 +18,7 @@ from sparse_rl.evaluate.plan import Evaluation, parse_cache
 from sparse_rl.evaluate.record import Record
 from sparse_rl.kv import RKV, Streaming
 from sparse_rl.kv.schedule import Schedule, load, save
+from sparse_rl.rollout import EngineConfig
 
 NAME = "sparrow/qwen3-1.7b-0.86"
 
@@ -105,5 +107,8 @@ def test_an_evaluation_is_not_gone_on_with_under_another_schedule(tmp_path, file
 
 
 def test_a_measurement_has_its_name():
-    label = default_label(BenchConfig(device="cpu", dtype="float32", rows=4), RKV(budget=NAME))
-    assert f"rkv, {NAME}+128, 4 rows" in label
+    config = BenchConfig(device="cpu", dtype="float32", rows=4)
+    label = default_label(config, RKV(budget=NAME), EngineConfig())
+    assert f"rkv, {NAME}+128, 4 rows" in label and label.endswith("standard")
+    other = default_label(replace(config, seed=3), RKV(budget=64, lam=0.9), EngineConfig(page_size=16))
+    assert other.endswith("standard, seed 3, lam 0.9, page_size 16")

@@ -8,12 +8,24 @@ from pathlib import Path
 from typing import Any
 
 
+def check(path: Path) -> None:
+    """Raise if no record can be put into the file."""
+    read(path)
+    try:
+        _draft(path).touch()
+        _draft(path).unlink()
+    except OSError as error:
+        raise ValueError(f"--result {str(path)!r} cannot be written ({error.strerror}); name another file.") from error
+
+
 def read(path: Path) -> list[dict[str, Any]]:
     """The records of a file, none if there is no such file."""
     if not path.exists():
         if not path.absolute().parent.is_dir():
             raise ValueError(f"--result {str(path)!r}: there is no folder {path.parent}; make it first.")
         return []
+    if path.is_dir():
+        raise ValueError(f"--result {str(path)!r} is a folder; name a file in it.")
     try:
         records = json.loads(path.read_text())
     except ValueError as error:
@@ -31,9 +43,13 @@ def merge(path: Path, record: dict[str, Any]) -> None:
         records[places[0]] = record
     else:
         records.append(record)
-    draft = path.with_name(f"{path.name}.draft")
+    draft = _draft(path)
     draft.write_text(json.dumps(records, indent=1, allow_nan=False) + "\n")
     draft.replace(path)
+
+
+def _draft(path: Path) -> Path:
+    return path.with_name(f"{path.name}.draft")
 
 
 def _rounded(value: Any) -> Any:

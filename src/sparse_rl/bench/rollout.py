@@ -128,10 +128,12 @@ def _engine_results(bench: Bench) -> dict[str, Any]:
         "warmup_s": warmup_s,
         "capture_s": capture_s,
         "late_capture_s": bench.capture_s - capture_s,  # in the measured run
+        "graphs": all(decoder.uses_graphs for decoder in bench.engine.decoders.values()),
+        "compiled": all(decoder.uses_graphs and decoder.compiles for decoder in bench.engine.decoders.values()),
         "xi_floor": floor,
         "kv": _kv(bench, meter),
     }
-    results["roofline"] = _roofline(bench, meter, tokens / seconds)
+    results["roofline"] = _roofline(bench, meter)
     results["split_ms"] = _split(bench, step_ms) if step_ms is not None else None
     return results
 
@@ -194,7 +196,7 @@ def _kv(bench: Bench, meter: Meter) -> dict[str, Any]:
     }
 
 
-def _roofline(bench: Bench, meter: Meter, tokens_per_s: float) -> dict[str, Any] | None:
+def _roofline(bench: Bench, meter: Meter) -> dict[str, Any] | None:
     """None without a window, or where the device's limits are not known."""
     config, shape = bench.config, bench.loaded.shape
     known = device_limits(hardware(bench.device), shape.dtype)
@@ -217,7 +219,6 @@ def _roofline(bench: Bench, meter: Meter, tokens_per_s: float) -> dict[str, Any]
         "step_ms": 1e3 * roofline.step_s,
         "tokens_per_s": roofline.tokens_per_s,
         "share": roofline.step_s * meter.steps / meter.seconds,
-        "share_end_to_end": tokens_per_s / roofline.tokens_per_s,
     }
 
 

@@ -71,6 +71,8 @@ class BenchConfig:
         for field in ("seed", "adapter"):
             if getattr(self, field) < 0:
                 raise ValueError(f"--{field} is {getattr(self, field)}; it must be at least 0.")
+        if self.seed >= 2**63:
+            raise ValueError(f"--seed is {self.seed}; it must be below 2^63.")
         if self.rows > MAX_ROWS:
             raise ValueError(f"--rows is {self.rows}; it must be at most {MAX_ROWS}.")
         if self.work not in WORKS:

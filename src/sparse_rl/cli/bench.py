@@ -51,7 +51,7 @@ def run(arguments: list[str]) -> None:
         raise ValueError(f"bench measures {given}, which it cannot; write `sparse-rl bench rollout` or `learner`.")
     settings = parse(_parser(), arguments[1:])
     from sparse_rl.bench import measure, measure_rivals
-    from sparse_rl.bench.record import merge, read
+    from sparse_rl.bench.record import check, merge
     from sparse_rl.config import build_kv, build_section
     from sparse_rl.kv import policy_record
     from sparse_rl.report.progress import ProgressLine
@@ -64,7 +64,7 @@ def run(arguments: list[str]) -> None:
     dtype = model_dtype(config.dtype)
     assert dtype is not None
     if settings.result is not None:
-        read(Path(settings.result))  # what is wrong with it is said before the work
+        check(Path(settings.result))  # what is wrong with it is said before the work
     quiet_bars()
     with ProgressLine() as line:
 
@@ -73,7 +73,7 @@ def run(arguments: list[str]) -> None:
 
         results = measure(config, policy, engine, dtype, say=say, show=line.show)
     record = {
-        "label": settings.label or default_label(config, policy),
+        "label": settings.label or default_label(config, policy, engine),
         "command": command(["bench", *arguments]),
         **provenance(_device(config)),
         "settings": {**asdict(config), "kv": policy_record(policy), "engine": asdict(engine)},
@@ -158,8 +158,8 @@ def _device(config: BenchConfig) -> Any:
     return torch.device(config.device or "cpu")
 
 
-def default_label(config: BenchConfig, policy: Any) -> str:
-    """What tells this measurement from the others of a file."""
+def default_label(config: BenchConfig, policy: Any, engine: Any) -> str:
+    """What tells this measurement from the others of a file: the work, and every setting that is not the default."""
     parts = [config.shape, str(config.device), str(config.dtype), policy.name]
     if hasattr(policy, "budget"):
         parts.append(f"{policy.budget}+{policy.interval}" if hasattr(policy, "interval") else str(policy.budget))
@@ -167,6 +167,12 @@ def default_label(config: BenchConfig, policy: Any) -> str:
     parts += [f"n {config.n}"] if config.n > 1 else []
     parts += [f"adapter {config.adapter}"] if config.adapter else []
     parts += [f"{config.max_steps} steps"] if config.cut else []
+    parts += [f"seed {config.seed}"] if config.seed else []
+    for settings in (policy, engine):
+        for field in fields(settings):
+            value = getattr(settings, field.name)
+            if field.name not in ("budget", "interval") and value is not None and value != field.default:
+                parts.append(f"{field.name} {value}")
     return ", ".join(parts)
 
 
@@ -194,7 +200,7 @@ def lines(record: dict[str, Any]) -> list[str]:
             (
                 "roofline",
                 f"{100 * roofline['share']:.0f} % of it ({roofline['step_ms']:.2f} ms a step, "
-                f"{roofline['tokens_per_s']:,.0f} tok/s), {100 * roofline['share_end_to_end']:.0f} % end to end",
+                f"{roofline['tokens_per_s']:,.0f} tok/s)",
             )
         )
         shown.append(("", f"step = {roofline['formula']}"))
@@ -209,6 +215,10 @@ def lines(record: dict[str, Any]) -> list[str]:
         steps = f", {plain['step_ms']:.2f} ms a step" if plain["step_ms"] is not None else ""
         shown.append(
             ("adapter", f"{times:.2f}x the time of the same without it ({plain['tokens_per_s']:,.0f} tok/s{steps})")
+        )
+    if record["hardware"].startswith("NVIDIA") and not results["graphs"]:
+        shown.append(
+            ("graphs", "none: steps ran one kernel at a time; a warning above says why, or --engine.graphs is off")
         )
     floor = results["xi_floor"]
     if floor is not None:

@@ -26,7 +26,7 @@ Models have random weights, so nothing is downloaded. Compiling happens before t
 def run(arguments: list[str]) -> None:
     settings = parse(_parser(), arguments)
     from sparse_rl.bench.learner import LearnerBenchConfig, measure_learner, measure_learner_rivals
-    from sparse_rl.bench.record import merge, read
+    from sparse_rl.bench.record import check, merge
     from sparse_rl.config import build_section
     from sparse_rl.report.progress import ProgressLine
     from sparse_rl.runfolder import command, provenance
@@ -38,7 +38,7 @@ def run(arguments: list[str]) -> None:
     dtype = model_dtype(config.dtype)
     assert dtype is not None
     if settings.result is not None:
-        read(Path(settings.result))  # what is wrong with it is said before the work
+        check(Path(settings.result))  # what is wrong with it is said before the work
     quiet_bars()
     with ProgressLine() as line:
 

@@ -35,14 +35,14 @@ ANCHOR = 128  # tokens of the context at which the fixed cost is measured
 
 def run(arguments: list[str]) -> None:
     settings = parse(_parser(), arguments)
-    from sparse_rl.bench.record import merge, read
+    from sparse_rl.bench.record import check, merge
     from sparse_rl.calibrate.cost import Reading
     from sparse_rl.evaluate.plan import parse_cache
     from sparse_rl.kv.schedule import load
 
     _check(settings)
     if settings.result is not None:
-        read(Path(settings.result))  # what is wrong with it is said before the work
+        check(Path(settings.result))  # what is wrong with it is said before the work
     policy = parse_cache(settings.kv) if settings.kv else None
     reading = (
         Reading(schedule=load(_budget(settings.budget)), page=settings.page)

@@ -62,6 +62,9 @@ class EngineConfig:
             raise ValueError(f"engine.rows is {self.rows}; it must be at least 1 and at most {MAX_ROWS}.")
         if self.page_size is not None and (self.page_size < 16 or self.page_size % 16):
             raise ValueError(f"engine.page_size is {self.page_size}; it must be a multiple of 16.")
+        for field in ("pool_pages", "pool_bytes"):
+            if (value := getattr(self, field)) is not None and value < 1:
+                raise ValueError(f"engine.{field} is {value}; it must be at least 1, or leave it out.")
         if self.pool_pages is not None and self.pool_bytes is not None:
             raise ValueError("engine.pool_pages and engine.pool_bytes both give the pool's size; leave one out.")
         if self.max_prefill_tokens < 1:
@@ -223,7 +226,7 @@ class Engine:
         What the rows hold beside the pool goes off first, where it is still to be made.
         """
         if self.config.pool_pages is not None:
-            return max(self.config.pool_pages, 0)
+            return self.config.pool_pages
         if self.config.pool_bytes is not None:
             return max(self.config.pool_bytes, 0) // self._page_bytes
         largest = max(self._pages_needed(sequence) for sequence in sequences)
