@@ -23,7 +23,7 @@ from sparse_rl.model.load import load
 from sparse_rl.model.lora import LoraConfig
 from sparse_rl.objective.loss import LossConfig
 from sparse_rl.tasks import Rewards
-from sparse_rl.train import OptimizerConfig, checkpoint
+from sparse_rl.train import OptimizerConfig, UpdateConfig, checkpoint
 from sparse_rl.train.distill import DistillConfig
 from sparse_rl.train.processes import Processes
 
@@ -164,39 +164,56 @@ def test_a_process_told_to_stop_says_so_even_where_it_waits(monkeypatch, capfd):
     )
 
 
-def stopped(processes, folder):
-    if processes.rank == 1:
-        small_run.watch("update", on_call=lambda count: count == 2 and os.kill(os.getpid(), signal.SIGTERM))
-    return run(processes, folder, **{**SHORT, "save_every": 0})
+SMALL = {"steps": 2, "parts": {"eval": EvalConfig(prompts=0), "update": UpdateConfig(max_tokens=30)}}
 
 
-def test_a_signal_to_one_process_saves_the_run_and_ends_all(tmp_path):
-    results = several(2, stopped, tmp_path / "run")
+def stopped(processes, folder, point, at):
+    """Process 1 gets SIGTERM at some call; how often each made it is written into the folder."""
+    here = processes.rank == 1
+    calls = small_run.watch(point, on_call=lambda count: here and count == at and os.kill(os.getpid(), signal.SIGTERM))
+    try:
+        return run(processes, folder, **SMALL, save_every=0)
+    finally:
+        (folder / f"calls-{processes.rank}").write_text(str(len(calls)))
+
+
+# Of 15 decode steps and 4 forwards in each of the two steps.
+@pytest.mark.parametrize(("point", "at", "calls"), [("rollout", 20, (30, 20)), ("update", 5, (5, 5))])
+def test_a_signal_to_one_process_saves_the_run_and_ends_all(tmp_path, point, at, calls):
+    """In the second step's rollout, which the other one ends, and in its update, where all stop between forwards."""
+    results = several(2, stopped, tmp_path / "run", point, at)
     assert results == [(1, "Stopped: 143")] * 2
+    assert tuple(int((tmp_path / "run" / f"calls-{rank}").read_text()) for rank in (0, 1)) == calls
     (saved,) = checkpoint.checkpoints(tmp_path / "run")
     assert saved.name == "checkpoint-1"
-    results_of(2, run_with, tmp_path / "run", {**SHORT, "resume_from_checkpoint": True})
-    run(Processes(), tmp_path / "one", **SHORT)
+    results_of(2, run_with, tmp_path / "run", {**SMALL, "resume_from_checkpoint": True})
+    run(Processes(), tmp_path / "one", **SMALL)
     got, expected = (logged(tmp_path / name)[-1] for name in ("run", "one"))
     assert got["loss"] == pytest.approx(expected["loss"], abs=1e-6) and got["step"] == 2
 
 
 def broken_in_second(processes, folder):
+    graded = []
+
     def reward(completions, **_):
-        if processes.rank == 1:
+        graded.append(len(completions))
+        if processes.rank == 1 and len(graded) == 2:
             raise KeyError("answer")
-        return [0.0] * len(completions)
+        return [float(i) for i in range(len(completions))]
 
     class Broken(small_run.Small):
         rewards = Rewards((reward,))
 
-    return run(processes, folder, task=Broken(), parts={"eval": EvalConfig(prompts=0)})
+    return run(processes, folder, task=Broken(), parts={"eval": EvalConfig(prompts=0)}, save_every=0)
 
 
 def test_one_process_that_fails_speaks_for_all(tmp_path):
     results = several(2, broken_in_second, tmp_path / "run")
     assert results == [(1, "Dismissed: 2"), (1, results[1][1])]
     assert results[1][1].startswith("ValueError: reward function 'reward' raised KeyError: 'answer' (")
+    assert [path.name for path in checkpoint.checkpoints(tmp_path / "run")] == [
+        "checkpoint-1"
+    ]  # what was learnt is kept
     again = several(2, run_with, tmp_path / "run", {})  # the folder is taken: the first process says so
     assert "has a run in it" in again[0][1] and again[1] == (1, "Dismissed: 2")
 

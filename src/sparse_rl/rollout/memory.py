@@ -114,10 +114,8 @@ class GuardedEngine(Engine):
         pool_given = self.given.pool_pages is not None or self.given.pool_bytes is not None
         if isinstance(error, ValueError) and pool_given:
             raise error  # it says so itself, and fewer rows would not make the pool smaller
-        if self.config.rows == 1 or not alone():
-            rows = self.config.rows
-            remedy = SMALLER_ROLLOUT if rows == 1 else f"lower engine.rows, which is {rows}"
-            raise ValueError(f"out of memory while sampling ({self.stage}); {remedy}.") from error
+        if self.config.rows == 1:
+            raise ValueError(f"out of memory while sampling ({self.stage}); {SMALLER_ROLLOUT}.") from error
 
     def _shrink(self) -> None:
         rows = self.memory.part(self.stage, self.given.rows)

@@ -3,9 +3,9 @@
 
 from sparse_rl.train.config import TrainerConfig
 from sparse_rl.train.control import ControlConfig
-from sparse_rl.train.guards import Stopped
 from sparse_rl.train.learner import Learner, OptimizerConfig
 from sparse_rl.train.observer import Observer
+from sparse_rl.train.processes import Stopped
 from sparse_rl.train.sft import SFTConfig, SFTTrainer
 from sparse_rl.train.trainer import Trainer
 from sparse_rl.train.update import UpdateConfig

@@ -8,6 +8,10 @@
     not finite        the update is skipped and its batch saved; STREAK in a row end the run
     another error     ends the run, and the last step that was learnt is saved
 
+Of several processes a signal stops all, at the next forward or decode step, and so does an error in a rollout or a
+grader, which all of them hear of. One that fails in an update, as for lack of memory, ends without a word to the others
+and is not saved.
+
 A step is a function of the weights, the seed and its number: one that is thrown away and taken again is the same.
 """
 
@@ -30,6 +34,7 @@ import torch.distributed as dist
 from sparse_rl.rollout.memory import Memory, alone, out_of_memory
 from sparse_rl.score.pack import Packable
 from sparse_rl.train import checkpoint
+from sparse_rl.train.processes import Stopped, known_to_all
 
 if TYPE_CHECKING:
     from sparse_rl.train.learner import Learner
@@ -41,14 +46,6 @@ STREAK = 5  # updates in a row that are not finite end the run
 POOL = "pool"  # halved once, it is given back before every update
 MAX_BAD_BATCHES = 3  # kept in the run folder
 FORWARDED_S = 1.0  # a launcher forwards a signal that the run has got already
-
-
-class Stopped(SystemExit):
-    """The run was asked to stop; the exit code is 128 + the signal."""
-
-    def __init__(self, by: signal.Signals) -> None:
-        super().__init__(128 + by)
-        self.by = by
 
 
 class Bad(Protocol):
@@ -107,18 +104,18 @@ class Guards(Memory):
             signal.raise_signal(number)
 
     def check(self) -> None:
-        """Stop here if the run was asked to; for one process alone, since the others would wait for it."""
-        if self.stop is not None and alone():
+        """Stop here if the run was asked to; one of several processes in `together` alone, where the others hear it."""
+        if self.stop is not None:
             raise Stopped(self.stop)
 
-    def check_together(self, device: torch.device) -> None:
+    def check_together(self) -> None:
         """The same at a place that all processes of a run pass: a signal that one of them got stops all."""
         if not alone():
-            number = torch.tensor(self.stop or 0, device=device)
+            number = torch.tensor(self.stop or 0)
             dist.all_reduce(number, op=dist.ReduceOp.MAX)
             self.stop = signal.Signals(int(number)) if number else None
         if self.stop is not None:
-            raise Stopped(self.stop)
+            raise known_to_all(Stopped(self.stop))
 
     def fit(
         self,
@@ -204,7 +201,7 @@ class Guards(Memory):
 
     def rescue(self, error: BaseException, save: Callable[[], object] | None, run: Path) -> None:
         """Before the run ends early: save what is not saved yet, and say where a signal left it."""
-        if save is not None and (alone() or isinstance(error, Stopped)):
+        if save is not None and (alone() or hasattr(error, "known_to_all")):  # else the others would not save with it
             try:
                 save()
             except Exception as failure:  # the first error stays the one that counts

@@ -26,7 +26,17 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 TIMEOUT = timedelta(minutes=30)  # of one collective: the longest a process may keep the others waiting
 
+FAILED = -1
+
 GRACE_S = 15.0  # from SIGTERM until a process that still waits says so; torchrun kills it after 30
+
+
+class Stopped(SystemExit):
+    """The run was asked to stop; the exit code is 128 + the signal."""
+
+    def __init__(self, by: signal.Signals) -> None:
+        super().__init__(128 + by)
+        self.by = by
 
 
 class Dismissed(SystemExit):
@@ -86,7 +96,11 @@ class Processes:
         return tensor
 
     def together(self, work: Callable[[], T]) -> T:
-        """Its own result; if the work of any process fails, all stop, and the lowest of those that failed says why."""
+        """Its own result; if the work of any process fails, all stop, and the lowest of those that failed says why.
+
+        A signal that stops the work of one stops that of all. Whatever is raised, all raise something here, and may go
+        on to save what they have.
+        """
         if self.size == 1:
             return work()
         result, error = None, None
@@ -94,11 +108,12 @@ class Processes:
             result = work()
         except (Exception, SystemExit) as raised:
             error = raised
-        failed = [rank for rank, well in enumerate(self.gather(error is None)) if not well]
-        if error is not None and (failed[0] == self.rank or isinstance(error, SystemExit)):
-            raise error
+        ends = self.gather(0 if error is None else error.by if isinstance(error, Stopped) else FAILED)
+        failed = [rank for rank, end in enumerate(ends) if end == FAILED]
         if failed:
-            raise Dismissed(2)
+            raise known_to_all(error if error is not None and self.rank == failed[0] else Dismissed(2))
+        if any(ends):
+            raise known_to_all(Stopped(signal.Signals(max(ends))))
         return result  # type: ignore[return-value]
 
     def by_first(self, work: Callable[[], T]) -> T:
@@ -146,6 +161,12 @@ def joined() -> Iterator[Processes]:
         dist.destroy_process_group()
         raise
     dist.destroy_process_group()
+
+
+def known_to_all(error: BaseException) -> BaseException:
+    """The error, marked as one that every process of the run has met at the same place, in its own words."""
+    error.__dict__["known_to_all"] = True
+    return error
 
 
 def watched(method: F) -> F:

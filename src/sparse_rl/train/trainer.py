@@ -140,7 +140,7 @@ class Trainer:
 
     def _take_step(self) -> None:
         """Roll out, grade, learn, and write down what came of it."""
-        self.guards.check_together(self.learner.device)
+        self.guards.check_together()
         run, began = self.run, time.perf_counter()
         rollouts = self._roll_out()
         stats, rows = rollout_stats(self.engine, self.processes), self.engine.config.rows
@@ -160,8 +160,8 @@ class Trainer:
         metrics |= self.alarms.look_at_rewards(bool(advantages_R.any()), metrics["reward"])
         metrics |= self._control(rollouts, updated, metrics)
         run.remember(metrics)
-        self.guards.check_finite()
-        self.guards.check_together(self.learner.device)
+        self.processes.together(self.guards.check_finite)
+        self.guards.check_together()
         self._finish_step(metrics, began)
 
     def _roll_out(self) -> list[Rollout]:

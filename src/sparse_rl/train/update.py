@@ -140,7 +140,7 @@ def update(
 
     def check() -> None:
         if learner.num_updates == first_update:
-            guards.check()
+            guards.check_together()
 
     step = Step(
         correction=correction,
