@@ -19,6 +19,7 @@ from guarded_run import (
     observer,
     resume,
     send,
+    state_of,
     trainer_of,
 )
 from small_run import assert_same_run, digits, graded_by
@@ -123,7 +124,7 @@ def test_a_streak_ends_the_run_with_its_weights_saved(tmp_path):
     assert sorted(path.name for path in (run / "bad_batches").iterdir()) == [
         "step-1-update-2.pt", "step-2-update-1.pt", "step-2-update-2.pt",
     ]  # fmt: skip
-    assert names(run) == ["checkpoint-3"]
+    assert names(run) == ["checkpoint-3"] and state_of(run)["streak"] == STREAK
     resume(run, SEVERAL, steps=4)
     lines = read_log(run / "metrics.jsonl")
     assert [line.get("update/nonfinite") for line in lines] == [None, 1, 2, 2, 0]

@@ -117,6 +117,10 @@ def test_settings_that_do_not_fit_are_refused(monkeypatch):
         with pytest.raises(ValueError, match=message):
             LoraConfig(**given)
     model = tiny_model()
+    with pytest.raises(
+        ValueError, match=rf"lora.r is 1000000000, more than the model is wide \({model.config.hidden_size}"
+    ):
+        add_adapters(model, LoraConfig(r=10**9), seed=0)
     add_adapters(model, LoraConfig(r=1), seed=0)
     with pytest.raises(ValueError, match="has adapters already; load it anew"):
         add_adapters(model, LoraConfig(r=1), seed=0)
@@ -254,6 +258,17 @@ def test_a_run_of_other_adapters_is_not_taken_up(whole, tmp_path):
     for parts in ({"lora": LoraConfig(r=5)}, {"lora": LoraConfig()}):
         with pytest.raises(ValueError, match=r"is of another model .* and its lora settings"):
             trained(tmp_path / "run", parts=parts, steps=2, resume_from_checkpoint=True)
+
+
+def test_a_run_on_another_base_is_not_taken_up(whole, tmp_path, monkeypatch):
+    folder, _ = whole
+    shutil.copytree(folder, tmp_path / "run")
+    other = load("embedded", dtype=torch.bfloat16)
+    with torch.no_grad():
+        other.model.model.layers[1].mlp.up_proj.weight.mul_(1.1)
+    monkeypatch.setitem(globals(), "load", lambda *_, **__: other)
+    with pytest.raises(ValueError, match=r"checkpoint-2 has adapters for other weights than those of .*embedded"):
+        trained(tmp_path / "run", parts={"loss": LossConfig(beta=0.1)}, steps=3, resume_from_checkpoint=True)
 
 
 # The checkpoint

@@ -7,6 +7,7 @@ import json
 import random
 import shutil
 import signal
+from pathlib import Path
 
 import pytest
 import small_run
@@ -57,6 +58,32 @@ def test_a_run_killed_anywhere_resumes_bit_for_bit(whole, calls, tmp_path, point
     assert in_child(killed) == -signal.SIGKILL
     small_trainer(tmp_path / "run", resume_from_checkpoint=True).train()
     assert_same_run(tmp_path / "run", whole)
+
+
+def test_a_checkpoint_that_is_written_again_is_there_at_every_moment(tmp_path, monkeypatch):
+    """Killed between its two names, and before the older one is gone."""
+    folder, temporary = tmp_path / "checkpoint-2", tmp_path / "checkpoint-2.tmp"
+    for path, text in ((folder, "older"), (temporary, "newer")):
+        path.mkdir()
+        (path / "file").write_text(text)
+    rename = Path.rename
+
+    def killed(path, target):
+        if path == temporary:
+            raise KeyboardInterrupt
+        return rename(path, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", killed)
+        with pytest.raises(KeyboardInterrupt):
+            checkpoint.publish(temporary, folder)
+    checkpoint.recover(tmp_path)
+    assert (folder / "file").read_text() == "older"
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "remove", lambda _: None)
+        checkpoint.publish(temporary, folder)
+    checkpoint.recover(tmp_path)
+    assert (folder / "file").read_text() == "newer" and list(tmp_path.iterdir()) == [folder]
 
 
 def test_resuming_from_an_older_checkpoint_takes_its_future_again(whole, tmp_path):

@@ -59,8 +59,7 @@ def run(arguments: list[str]) -> None:
     from sparse_rl import specs
     from sparse_rl.calibrate import Calibration, calibrate
     from sparse_rl.evaluate.plan import parse_cache
-    from sparse_rl.evaluate.record import model_digest
-    from sparse_rl.model.load import load, load_reader
+    from sparse_rl.model.load import load, load_reader, weights_digest
     from sparse_rl.report.calibration_live import CalibrationLive
     from sparse_rl.report.calibration_page import summary_lines, write_calibration
 
@@ -83,7 +82,7 @@ def run(arguments: list[str]) -> None:
     calibration = Calibration(
         loaded=loaded, policy=policy, prompts=prompts, sampling=sampling, engine=engine, config=config
     )
-    folder, named = Path(settings.output), {"model": settings.model, "model_digest": model_digest(loaded)}
+    folder, named = Path(settings.output), {"model": settings.model, "model_digest": weights_digest(loaded.model)}
     with CalibrationLive() as live:
         results = calibrate(calibration, folder, named=named, resume=settings.resume, observer=live)
     write_calibration(results, folder)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import time
@@ -19,7 +18,7 @@ import sparse_rl
 from sparse_rl.evaluate.plan import Cell, Evaluation, parse_cache
 from sparse_rl.evaluate.suite import Prompts, Suite
 from sparse_rl.kv import policy_record
-from sparse_rl.model.load import LoadedModel
+from sparse_rl.model.load import LoadedModel, weights_digest
 from sparse_rl.runfolder import command, differences, provenance, write_whole
 
 NAME = "eval.json"
@@ -27,7 +26,6 @@ KINDS = {"command": str, "settings": dict, "hardware": str, "versions": dict, "s
 OF_MODEL = {"digest": str, "parameters": int, "context": int, "dtype": str, "benchmarks": dict}
 OF_PROMPTS = {"problems": int, "overlong": int, "clipped": int, "plain": bool, "prompts_digest": str}
 NO_DIFFERENCE = ("data_dir", "device", "grading.workers")  # to the table: where the data lies, what computes
-SAMPLED = 64  # weights of each tensor that go into a model's digest
 
 
 class Record:
@@ -71,7 +69,7 @@ class Record:
     def add_model(self, name: str, loaded: LoadedModel, prompts: dict[str, Prompts]) -> None:
         """Note the model and what it is asked, or raise if that has changed since the evaluation was started."""
         found = {
-            "digest": model_digest(loaded),
+            "digest": weights_digest(loaded.model),
             "parameters": sum(parameter.numel() for parameter in loaded.model.parameters()),
             "context": loaded.context,
             "dtype": str(loaded.model.dtype).removeprefix("torch."),
@@ -140,16 +138,6 @@ def cell_folders(cells: Iterable[Cell]) -> dict[Cell, str]:
             name, number = f"{base}-{number}", number + 1
         found[cell] = name
     return found
-
-
-def model_digest(loaded: LoadedModel) -> str:
-    """Of every weight's name and shape, and of a sample of its values: it changes with any training."""
-    digest = hashlib.sha256()
-    for name, tensor in loaded.model.state_dict().items():
-        flat = tensor.detach().flatten()
-        sample = flat[:: max(1, len(flat) // SAMPLED)].double().cpu()
-        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode() + sample.numpy().tobytes())
-    return digest.hexdigest()[:16]
 
 
 def _settings(evaluation: Evaluation, suites: dict[str, Suite]) -> dict[str, Any]:

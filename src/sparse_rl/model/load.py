@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import re
 from collections.abc import Callable, Iterator
@@ -24,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 EMBEDDED = Path(__file__).parent / "embedded"  # made by scripts/pretrain_chain.py
+SAMPLED = 64  # weights of each tensor that go into a model's digest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -232,3 +234,17 @@ def _from_pretrained(name: str, dtype: torch.dtype | None) -> tuple[PreTrainedMo
         raise ValueError(f"model {name!r} is an adapter on the hub; download it, and give its folder.")
     _say_what_is_ignored(model)
     return model, tokenizer
+
+
+def weights_digest(model: PreTrainedModel, *, adapters: bool = True) -> str:
+    """Of every weight's name and shape, and of a sample of its values: it changes with any training.
+
+    adapters: theirs too
+    """
+    digest = hashlib.sha256()
+    for name, tensor in model.state_dict().items():
+        if adapters or "lora_" not in name:
+            flat = tensor.detach().flatten()
+            sample = flat[:: max(1, len(flat) // SAMPLED)].double().cpu()
+            digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode() + sample.numpy().tobytes())
+    return digest.hexdigest()[:16]

@@ -55,6 +55,9 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig, seed: int) -> None:
     if getattr(model, "_hf_peft_config_loaded", False):
         raise ValueError("the model has adapters already; load it anew before it gets others.")
     _check_target(model, config.target)
+    width = model.config.get_text_config().hidden_size
+    if config.r > width:
+        raise ValueError(f"lora.r is {config.r}, more than the model is wide ({width}); lower it, to 16 say.")
     settings = _peft(f"lora.r is {config.r}").LoraConfig(
         r=config.r, lora_alpha=config.alpha, target_modules=ALL if ALL in config.target else list(config.target)
     )

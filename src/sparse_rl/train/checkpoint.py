@@ -33,6 +33,7 @@ from sparse_rl.train.processes import is_lost
 from sparse_rl.train.shard_files import read_shards, whole_masters, write_shards
 
 STATE, SHARDS, DISTILL = "trainer_state.json", "state", "distill"
+ASIDE = ".old"
 
 
 class HasAdapter(Protocol):
@@ -85,12 +86,26 @@ def save(
 
 
 def publish(temporary: Path, folder: Path) -> None:
-    """Bring a folder to disk, then give it its name."""
+    """Bring a folder to disk, then give it its name; one that had it stands aside until then."""
     for path in [*_files(temporary), *_folders(temporary)]:
         _to_disk(path)
-    remove(folder)
+    aside = folder.with_name(folder.name + ASIDE)
+    if folder.exists():
+        remove(aside)
+        folder.rename(aside)
     temporary.rename(folder)
     _to_disk(folder.parent)
+    remove(aside)
+
+
+def recover(run: Path) -> None:
+    """Put back a checkpoint that stood aside for another when the run was killed."""
+    for aside in run.glob(f"checkpoint-*{ASIDE}"):
+        folder = aside.with_name(aside.name.removesuffix(ASIDE))
+        if folder.exists():
+            remove(aside)
+        else:
+            aside.rename(folder)
 
 
 def read_state(folder: Path) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 
 from sparse_rl.metrics import NoLog, RunLog, Timer
-from sparse_rl.model.load import LoadedModel
+from sparse_rl.model.load import LoadedModel, weights_digest
 from sparse_rl.runfolder import differences, lock
 from sparse_rl.train import checkpoint
 from sparse_rl.train.config import RunConfig
@@ -77,6 +77,8 @@ class Run:
         self.config, self.learner, self.guards = trainer.config, trainer.learner, trainer.guards
         self.processes = self.learner.processes
         self.folder = Path(self.config.output_dir)
+        model = trainer.loaded.model  # of a run of adapters, what they are for is not in its checkpoints
+        self.base = weights_digest(model, adapters=False) if "default" in getattr(model, "peft_config", {}) else None
         self.lock: IO[str] | None = None
         self.log: RunLog = NoLog()
         self.timer = Timer()
@@ -129,6 +131,8 @@ class Run:
             "logs": self.log.written(),
             "warned": sorted(self.warned),
             "halved": self.guards.state(),
+            "streak": self.guards.streak,
+            "base": self.base,
             "trainer": copy.deepcopy(self.trainer.state()),
             "pending": pending,
         }
@@ -191,6 +195,7 @@ class Run:
         check_folder(self.config, self.section)
         self.folder.mkdir(parents=True, exist_ok=True)
         self.lock = lock(self.folder)
+        checkpoint.recover(self.folder)
         return chosen_state(self.config, self.trainer.settings()["optimizer"]["kind"])
 
     def _start(self, sizes: dict[str, int]) -> None:
@@ -207,12 +212,18 @@ class Run:
 
     def _resume(self, folder: Path, state: dict[str, Any]) -> None:
         """Take up a checkpoint's state."""
+        settings, base = json.loads(json.dumps(self.trainer.settings())), state.get("base")
+        if self.base and base and base != self.base and state["settings"]["dtype"] == settings["dtype"]:
+            raise ValueError(
+                f"{folder} has adapters for other weights than those of {settings['model']}; give the model that they "
+                "were trained on."
+            )
         self.processes.together(lambda: checkpoint.restore(folder, self.learner, state["num_updates"], self.distiller))
-        settings = json.loads(json.dumps(self.trainer.settings()))
         changed = differences(state["settings"], settings, NO_DIFFERENCE)
         if changed:
             logger.warning("resuming with other settings: %s.", "; ".join(changed))
         self.step, self.num_tokens, self.best = state["step"], state["num_tokens"], state["best"]
         self.warned, self.pending = set(state["warned"]), state.get("pending")
         self.guards.restore(state.get("halved", {}), state["settings"], settings)
+        self.guards.streak = state.get("streak", 0)
         self.trainer.restore(state.get("trainer", {}))
