@@ -13,6 +13,7 @@ adapters. `--drawn` learns from random tokens and takes no rollout.
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -58,7 +59,11 @@ def main() -> None:
         pages = plan.pages_wanted if args.pool else None
         engine = GuardedEngine(loaded, kv, EngineConfig(rows=args.sequences, pool_pages=pages), guards, "rollout")
         guards.give_pool = engine.release
-        rollouts = timed_rollout(args, engine, record)
+        try:
+            rollouts = timed_rollout(args, engine, record)
+        except (ValueError, RuntimeError) as error:  # it does not fit, and says what would
+            record.fail(str(error))
+            sys.exit(f"failed: {error}")
         if not engine.bounded:
             engine.release()
     preset = "none" if args.dense else "reweight_only"  # random weights: a veto would reject nearly all
@@ -88,10 +93,18 @@ class Record:
         ratio = f" ({expected / most:.3f} of it planned)" if most else ""
         figures = ", ".join(f"{name} {value:,.4g}" for name, value in found.items() if isinstance(value, int | float))
         print(f"{stage}: {figures}; planned {expected / 1e9:.1f} GB, measured {most / 1e9:.1f} GB{ratio}", flush=True)
+        self._write(whole=stage == "update")  # what is not, scripts/bench.py runs again
+
+    def fail(self, why: str) -> None:
+        """That it ended so is its result."""
+        self.results["failed"] = why
+        self._write(whole=True)
+
+    def _write(self, *, whole: bool) -> None:
         if self.args.output:
             about = {"label": label(self.args), "command": command(self.args), **provenance(self.peaks.device)}
             settings = {name: value for name, value in vars(self.args).items() if name != "output"}
-            state = {} if stage == "update" else {"unfinished": True}  # scripts/bench.py runs it again
+            state = {} if whole else {"unfinished": True}
             merge(self.args.output, {**about, **state, "settings": settings, "results": self.results})
 
 
@@ -216,7 +229,7 @@ def parsed() -> argparse.Namespace:
 def label(args: argparse.Namespace) -> str:
     cache = "dense" if args.dense else f"rkv {args.budget}+{args.interval}"
     parts = [args.shape, cache, f"{args.sequences} x {args.prompt}+{args.response}", args.activations, args.optimizer]
-    options = [(args.offload, "offload"), (args.lora, f"lora {args.lora}"), (args.drawn, "drawn")]
+    options = [(args.pool, "pool"), (args.offload, "offload"), (args.lora, f"lora {args.lora}"), (args.drawn, "drawn")]
     return ", ".join(parts + [name for given, name in options if given])
 
 
