@@ -103,6 +103,14 @@ def test_a_bin_that_fails_where_it_had_passed_puts_back_those_before_it():
     assert history[29:] == [[FINE.index(40)] * 3] * 31
 
 
+def test_a_held_bin_that_fails_lifts_the_one_before_it():
+    """A schedule put together from constant budgets: each is enough for its own bin, but the second lacks entries."""
+    plant = Plant([5, 6], slope=2.0, loss=3.0)
+    assert plant.share(1, [6, 6]) < 0.05 < plant.share(1, [5, 6])
+    history = plant.run(controller(f"{GRID[5]}@0+{GRID[6]}@1000", bins=2), 60)
+    assert history[5:] == [[6, 6]] * 55
+
+
 def test_what_earlier_bins_evicted_is_put_right_there():
     """The third bin cannot be mended by its own budget while the second's is small: that one is lifted, no further."""
     for start in (0, 17):

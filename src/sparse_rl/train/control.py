@@ -9,8 +9,9 @@ Where a policy evicts, what a shorter context lost a longer one cannot get back,
 - none goes down unless those behind it pass;
 - one that fails with no less than it had passed with blames the bins before it that were higher then: what they have
   now counts as failed, and they go back towards what they had;
-- one that has none to blame goes up, and if that was not enough, takes those before it along; what they do not need of
-  it they give back on their own.
+- one that was held and has none to blame lifts the one before it by a grid step, up to its own;
+- else it goes up itself, and if that was not enough, takes those before it along; what they do not need of it they give
+  back on their own.
 """
 
 from __future__ import annotations
@@ -169,9 +170,9 @@ class Controller:
 
     def _fail(self, i: int, before: list[int]) -> None:
         """Raise the bins that are to blame: those before it, itself, or both."""
-        state, top = self.bins[i], len(self.grid) - 1
+        state, at, top = self.bins[i], before[i], len(self.grid) - 1
         earlier = [j for j in range(i) if self.bins[j].seen] if self.evicts else []
-        if state.proof and before[i] >= state.proof[i]:
+        if state.proof and at >= state.proof[i]:
             lowered = [j for j in earlier if before[j] < state.proof[j]]
             for j in lowered:
                 blamed = self.bins[j]
@@ -180,9 +181,16 @@ class Controller:
             if lowered:
                 return
             state.proof = []
-        step = state.stride
-        state.level = state.fails(before[i], top)
-        if state.passed is None and (step > 1 or before[i] == top):
+        step, below = state.stride, before[earlier[-1]] if earlier else at
+        if state.holds(at) and below < at and step == 1:
+            for j in earlier:
+                if before[j] == below:
+                    self.bins[j].keep(below + 1)
+                    self.bins[j].lifted = True
+            state.stride = 2  # if that is not enough
+            return
+        state.level = state.fails(at, top)
+        if state.passed is None and (step > 1 or at == top):
             for j in earlier:
                 self.bins[j].level = max(self.bins[j].level, min(before[j] + step, state.level))
 

@@ -56,22 +56,22 @@ class BinState(Evidence):
         if abs(above) < SURE and self.error(limit) > PRECISE * limit * self.tokens:
             return False
         self.share = self.bad / self.tokens / limit
-        if self._holds(at) and (self.share <= SLACK or above < SURE):
+        if self.holds(at) and (self.share <= SLACK or above < SURE):
             self.share = min(self.share, 1.0)
-        self.fade(0.5 if self._holds(at) else 0.0)
+        self.fade(0.5 if self.holds(at) else 0.0)
         return True
 
     def passes(self, at: int, worst: float) -> int:
         """The level to go to. worst: of its share and those of the bins that it answers for"""
-        if self._holds(at):
+        if self.holds(at):
             return self._hold(at, (worst if self.lifted else self.share) <= SPARE)
         return self._pass(at, worst <= SPARE) if at == self.level else self.level  # else a bin before it asks for more
 
-    def _holds(self, at: int) -> bool:
+    def holds(self, at: int) -> bool:
         return self.passed == at and self.failed == at - 1
 
     def _hold(self, at: int, spare: bool) -> int:
-        self.held = self.held + 1 if spare else 0
+        self.held, self.stride = self.held + 1 if spare else 0, 1
         if self.held < self.wait or at == 0:
             return at
         self.held, self.wait, self.failed = 0, min(2 * self.wait, LONGEST_WAIT), at - 2
