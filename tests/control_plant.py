@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import random
+from itertools import combinations_with_replacement
 
 from sparse_rl.kv import RKV
 from sparse_rl.objective.tail import BinTail
@@ -19,6 +20,7 @@ def grid_of(config=CONFIG, kv=None, *, prompt=20, longest=16384 + 128, page_size
 
 
 GRID = grid_of()
+FINE = grid_of(ControlConfig(smallest=22, largest=67, budgets=12, multiple=1), RKV(window=8, interval=8), longest=240)
 
 
 def tail(share, *, tokens=4000.0, start=0, hazard=0.0, quantile=0.9, rollouts=ROLLOUTS):
@@ -38,21 +40,37 @@ def tail(share, *, tokens=4000.0, start=0, hazard=0.0, quantile=0.9, rollouts=RO
 class Plant:
     """A model whose share of bad tokens falls with the budget, and rises with length: logistic in its logarithm.
 
-    With `loss`, a bin suffers from a budget below its own need in the one before it, as where entries are evicted.
+    With `loss`, a bin suffers from budgets below its own need in those before it, as where entries are evicted: from
+    each by its part of the context.
     With `spread`, the share of a step varies as if it were that of so many tokens, since rollouts have shares of
     their own.
     """
 
-    def __init__(self, levels, slope=1.5, tokens=4000, spread=None, loss=0.0, rollouts=ROLLOUTS):
+    def __init__(self, levels, slope=1.5, tokens=4000, spread=None, loss=0.0, rollouts=ROLLOUTS, grid=GRID):
         # The cheapest that passes is `level`: the share is the limit a little below it.
-        self.needs = [math.log(GRID[level]) - 0.3 * math.log(GRID[1] / GRID[0]) for level in levels]
+        self.needs = [math.log(grid[level]) - 0.3 * math.log(grid[1] / grid[0]) for level in levels]
         self.slope, self.tokens, self.spread, self.loss, self.rollouts = slope, tokens, spread, loss, rollouts
+        self.grid = grid
 
     def share(self, i, levels):
-        spare = math.log(GRID[levels[i]]) - self.needs[i]
-        lost = min(0.0, math.log(GRID[levels[max(0, i - 1)]]) - self.needs[i])
+        spare, *before = [math.log(self.grid[levels[j]]) - self.needs[i] for j in (i, *range(i))]
+        lost = sum(min(0.0, each) for each in before) / max(1, i)
         at_limit = math.log(0.05 / 0.95)
         return 1 / (1 + math.exp(self.slope * (spare + self.loss * lost) - at_limit))
+
+    def worst(self, levels):
+        """The largest share of any bin."""
+        return max(self.share(i, levels) for i in range(len(self.needs)))
+
+    def cost(self, levels):
+        """The mean budget, in grid steps above the smallest."""
+        mean = sum(self.grid[level] for level in levels) / len(levels)
+        return math.log(mean / self.grid[0]) / math.log(self.grid[-1] / self.grid[0]) * (len(self.grid) - 1)
+
+    def cheapest(self):
+        """Of all schedules that hold the limit."""
+        rising = combinations_with_replacement(range(len(self.grid)), len(self.needs))
+        return min((levels for levels in rising if self.worst(levels) <= 0.05), key=self.cost)
 
     def measured(self, controller):
         found = []
@@ -75,5 +93,5 @@ class Plant:
         return history
 
 
-def controller(budget=GRID[0], bins=1, config=CONFIG):
-    return Controller(config, RKV(budget=budget, window=8), GRID, bins * config.bin)
+def controller(budget=GRID[0], bins=1, config=CONFIG, grid=GRID):
+    return Controller(config, RKV(budget=budget, window=8), grid, bins * config.bin)

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import json
 import random
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import pytest
 import torch
-from control_plant import GRID, Plant, controller, grid_of, tail
+from control_plant import FINE, GRID, Plant, controller, grid_of, tail
 from small_run import small_trainer, without_times
 
 from sparse_rl.evaluate import EvalConfig
@@ -61,6 +61,56 @@ def test_rollouts_that_differ_do_not_drive_it_up(spread, tokens, rollouts):
     assert sum(apart) / len(apart) < 0.1, apart
 
 
+def evicting(bins=3, **settings):
+    """A random model whose later bins suffer from what the earlier ones evicted."""
+    right = list(accumulate([random.randrange(1, 6), *random.choices(range(4), k=bins - 1)]))
+    return Plant(right, slope=random.uniform(1.0, 4.0), loss=random.uniform(0.5, 4.0), **settings)
+
+
+def like_rkv(**settings):
+    """As R-KV was measured on the look-up chain: a constant budget passes from 27, 40 and 40 on."""
+    return Plant([2, 6, 6], slope=3.0, loss=1.5, grid=FINE, **settings)
+
+
+@pytest.mark.parametrize("noise", [{}, {"spread": 1000}])
+@pytest.mark.parametrize("start", [0, -1])
+def test_where_entries_are_evicted_it_holds_at_nearly_the_cheapest_and_harms_little_on_the_way(start, noise):
+    """Far too small is bad until it has come up; from far too large it is soon seen that a step went too far."""
+    early, late, extra = [], [], []
+    for plant in [like_rkv(**noise), *(evicting(**noise) for _ in range(12))]:
+        history = plant.run(controller(plant.grid[start], bins=3, grid=plant.grid), 120)
+        worst, cheapest = [plant.worst(levels) for levels in history], plant.cost(plant.cheapest())
+        early += [share > 0.15 for share in worst[0 if start else 12 : 30]]
+        late.append(sum(share <= 0.055 for share in worst[30:]) / len(worst[30:]))
+        extra.append(sum(plant.cost(levels) - cheapest for levels in history[30:]) / len(history[30:]))
+    assert sum(early) < 0.12 * len(early)
+    assert sum(share > 0.9 for share in late) >= 11 and sum(late) > 0.95 * len(late), late
+    assert max(extra) < 1.5 and sum(extra) < 0.5 * len(extra), extra
+
+
+def test_no_bin_goes_down_while_a_later_one_fails():
+    for plant in [like_rkv(), *(evicting(bins=4) for _ in range(20))]:
+        history = plant.run(controller(plant.grid[-1], bins=len(plant.needs), grid=plant.grid), 60)
+        for before, after in pairwise(history):
+            fallen = min((i for i in range(len(before)) if after[i] < before[i]), default=len(before))
+            assert all(plant.share(i, before) <= 0.055 for i in range(fallen + 1, len(before))), (before, after)
+
+
+def test_a_bin_that_fails_where_it_had_passed_puts_back_those_before_it():
+    """What R-KV needs is the same for all: the first could be cheaper by its own tokens, not by those behind it."""
+    history = like_rkv().run(controller(FINE[-1], bins=3, grid=FINE), 60)
+    assert min(level for levels in history for level in levels) == FINE.index(36)
+    assert history[29:] == [[FINE.index(40)] * 3] * 31
+
+
+def test_a_held_bin_that_fails_lifts_the_one_before_it():
+    """A schedule put together from constant budgets: each is enough for its own bin, but the second lacks entries."""
+    plant = Plant([5, 6], slope=2.0, loss=3.0)
+    assert plant.share(1, [6, 6]) < 0.05 < plant.share(1, [5, 6])
+    history = plant.run(controller(f"{GRID[5]}@0+{GRID[6]}@1000", bins=2), 60)
+    assert history[5:] == [[6, 6]] * 55
+
+
 def test_what_earlier_bins_evicted_is_put_right_there():
     """The third bin cannot be mended by its own budget while the second's is small: that one is lifted, no further."""
     for start in (0, 17):
@@ -72,7 +122,7 @@ def test_what_earlier_bins_evicted_is_put_right_there():
 
 def test_without_eviction_a_bin_may_need_any_number_of_times_more():
     control = controller(GRID[0], bins=3)
-    control.doubling = None  # as for a policy that keeps everything
+    control.evicts = False  # as for a policy that keeps everything
     assert Plant([1, 2, 16]).run(control, 30)[-1] == [1, 2, 16]
 
 

@@ -2,14 +2,16 @@
 """Holding the sampler as close to the dense model as asked for, by moving the budget while training.
 
 Each bin of context lengths has a budget of its own on a geometric grid. A step says which share of the bin's tokens is
-bad: overlap under the target (a share of 5 % is a 5th percentile at the target), or xi under 1e-4. A budget passes or
-fails when that is beyond chance, or known to a fifth of the limit. While it is not known where the two meet, a bin goes
-down by one or two grid steps and up by up to four; then it stays at the cheapest that passed. It leaves that upwards if
-it fails by more than a tenth and beyond chance, and tries the next cheaper one if it has long been twice as good as
-asked for, less and less often if that fails.
+bad: overlap under the target (a share of 5 % is a 5th percentile at the target), or xi under 1e-4. From that each bin
+searches for its cheapest budget (`control_bin`). Budgets do not fall with length: a bin uses no less than those before.
 
-Budgets do not fall with length: a bin uses no less than those before it. Where a policy evicts, what a shorter context
-lost a longer one cannot get back: a bin that fails with twice the budget of the one before it lifts that one instead.
+Where a policy evicts, what a shorter context lost a longer one cannot get back, so bins answer for those behind them:
+- none goes down unless those behind it pass;
+- one that fails with no less than it had passed with blames the bins before it that were higher then: what they have
+  now counts as failed, and they go back towards what they had;
+- one that was held and has none to blame lifts the one before it by a grid step, up to its own;
+- else it goes up itself, and if that was not enough, takes those before it along; what they do not need of it they give
+  back on their own.
 """
 
 from __future__ import annotations
@@ -27,18 +29,14 @@ from sparse_rl.calibrate.search import SPAN, budget_grid, with_budget
 from sparse_rl.kv import EvictPolicy, KVPolicy, SelectPolicy
 from sparse_rl.kv.schedule import Schedule
 from sparse_rl.objective.correction import check_choices
-from sparse_rl.objective.tail import BinTail, Evidence, tails
+from sparse_rl.objective.tail import BinTail, tails
+from sparse_rl.train.control_bin import BinState
 from sparse_rl.train.update import Updated
 from sparse_rl.types import Rollout
 
 logger = logging.getLogger(__name__)
 
-UP, DOWN = 4, 2  # most grid steps at once
 PAGE = 16  # budgets are multiples of it, unless they are too small for that
-ENOUGH = 10  # bad tokens expected at the limit before a budget is judged
-SURE, PRECISE = 2.0, 0.2  # then: standard errors from the limit, or a standard error that is this share of it
-SLACK, SPARE = 1.1, 0.5  # of the limit: a held budget fails above the one, and may be lowered below the other
-WAIT, LONGEST_WAIT = 20, 320  # judgements of a held budget between two tries of a cheaper one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,79 +98,6 @@ class ControlConfig:
         return tail.under if self.statistic == "tail" else tail.hazard
 
 
-@dataclass(slots=True, kw_only=True)
-class BinState(Evidence):
-    """Where a bin stands, and what speaks for it; levels are places in the grid."""
-
-    level: int
-    failed: int = -1  # highest that did
-    passed: int | None = None  # lowest that did, above the one that failed
-    stride: int = 1
-    seen: bool = False
-    held: int = 0  # judgements since the cheapest was found
-    wait: int = WAIT
-    lifted: bool = False  # for a longer context, so that its own passing does not say that it could be cheaper
-    measurements: float = 0.0
-
-    def add(self, tokens: tuple[float, ...], bad: tuple[float, ...], limit: float) -> None:
-        Evidence.add(self, tokens, bad, limit)
-        self.measurements, self.seen = self.measurements + 1, True
-
-    def fade(self, keep: float) -> None:
-        Evidence.fade(self, keep)
-        self.measurements *= keep
-
-    def keep(self, level: int) -> None:
-        """Stay there, as if the next cheaper one had failed."""
-        self.level, self.failed, self.passed, self.held, self.stride = level, level - 1, level, 0, 1
-
-    def judged(self, at: int, limit: float, patience: int, top: int) -> int:
-        """The level to go to from the level `at`, which the bin has been measured at."""
-        if self.measurements < patience or max(self.tokens * limit, self.bad / 2) < ENOUGH:
-            return self.level
-        above = self.above(limit)
-        if abs(above) < SURE and self.error(limit) > PRECISE * limit * self.tokens:
-            return self.level
-        share = self.bad / self.tokens
-        holding = self.passed == at and self.failed == at - 1
-        self.fade(0.5 if holding else 0.0)
-        if holding:
-            if share <= limit * SLACK or above < SURE:
-                return self._hold(at, share <= limit * SPARE)
-            self.stride = 1
-        if share > limit:
-            return self._fail(at, top)
-        return self._pass(at) if at == self.level else self.level  # else a bin before it asks for more
-
-    def _hold(self, at: int, spare: bool) -> int:
-        self.held = self.held + 1 if spare else 0
-        if self.held < self.wait or at == 0:
-            return at
-        self.held, self.wait, self.failed = 0, min(2 * self.wait, LONGEST_WAIT), at - 2
-        self.fade(0.0)
-        return at - 1
-
-    def _pass(self, at: int) -> int:
-        self.passed, self.held, self.failed = at, 0, min(self.failed, at - 1)  # it may have failed here before
-        if not self.lifted:
-            self.wait = WAIT
-        if at - self.failed <= 1:
-            self.stride = 1
-            return at
-        if self.failed < 0:
-            step, self.stride = self.stride, min(2 * self.stride, DOWN)
-            return max(at - step, 0)
-        return max((self.failed + at) // 2, at - DOWN)
-
-    def _fail(self, at: int, top: int) -> int:
-        self.failed, self.held = at, 0
-        if self.passed is not None and self.passed > at:
-            return min((at + self.passed + 1) // 2, at + UP)
-        self.passed = None
-        step, self.stride = self.stride, min(2 * self.stride, UP)
-        return min(at + step, top)
-
-
 class Controller:
     """The budget of every bin, from a policy that says where they start."""
 
@@ -187,8 +112,7 @@ class Controller:
             self.bins.append(BinState(level=self._level(schedule.at(start))))
             if believed:  # it is taken to be the cheapest that passes
                 self.bins[-1].keep(self.bins[-1].level)
-        factor = (grid[-1] / grid[0]) ** (1 / (len(grid) - 1))
-        self.doubling = max(1, round(math.log(2) / math.log(factor))) if isinstance(kv, EvictPolicy) else None
+        self.evicts = isinstance(kv, EvictPolicy)
 
     def _level(self, budget: int) -> int:
         return min(bisect_left(self.grid, budget), len(self.grid) - 1)
@@ -217,38 +141,58 @@ class Controller:
 
     def observe(self, measured: list[BinTail]) -> int:
         """Take up what a step measured; returns how many of its bins have another budget now."""
-        before, seen = self.levels, set()
+        before, judged, seen = self.levels, set[int](), set[int]()
         for tail in measured:
             i = min(tail.start // self.config.bin, len(self.bins) - 1)
-            state = self.bins[i]
             seen.add(i)
-            state.add(tail.tokens, self.config.bad(tail), self.config.limit)
-            state.level = state.judged(before[i], self.config.limit, self.config.patience, len(self.grid) - 1)
-            if state.failed == before[i] and self.doubling is not None:
-                self._blame(i, before)
+            self.bins[i].add(tail.tokens, self.config.bad(tail), self.config.limit)
+            if self.bins[i].judge(before[i], self.config.limit, self.config.patience):
+                judged.add(i)
+        failed = {i for i in judged if self.bins[i].share > 1.0}
+        for i in judged - failed:
+            behind = [self.bins[j].share for j in seen if j > i] if self.evicts else []
+            self._pass(i, before, max(behind, default=0.0))
+        for i in sorted(failed):
+            self._fail(i, before)
         moved = {i for i, (old, new) in enumerate(zip(before, self.levels, strict=True)) if old != new}
-        for i in moved:
+        stale = {i for i in judged if self.evicts and i > min(moved, default=i)}
+        for i in moved | stale:
             self.bins[i].fade(0.0)
         return len(moved & seen)
 
-    def _blame(self, i: int, before: list[int]) -> None:
-        """A bin has failed: it goes no higher than twice what the bin before it has, or lifts that one."""
-        assert self.doubling is not None
-        earlier = [j for j in range(i) if self.bins[j].seen]
-        if not earlier:
+    def _pass(self, i: int, before: list[int], behind: float) -> None:
+        """Go on searching. behind: the worst share of the bins behind it"""
+        state = self.bins[i]
+        if state.share < 1.0:
+            state.proof = before[: i + 1]
+        level = state.passes(before[i], max(state.share, behind))
+        state.level = max(level, state.level) if behind >= 1.0 else level
+
+    def _fail(self, i: int, before: list[int]) -> None:
+        """Raise the bins that are to blame: those before it, itself, or both."""
+        state, at, top = self.bins[i], before[i], len(self.grid) - 1
+        earlier = [j for j in range(i) if self.bins[j].seen] if self.evicts else []
+        if state.proof and at >= state.proof[i]:
+            lowered = [j for j in earlier if before[j] < state.proof[j]]
+            for j in lowered:
+                blamed = self.bins[j]
+                blamed.passed, blamed.lifted = state.proof[j], True
+                blamed.level = max(blamed.level, blamed.fails(before[j], top))
+            if lowered:
+                return
+            state.proof = []
+        step, below = state.stride, before[earlier[-1]] if earlier else at
+        if state.holds(at) and below < at and step == 1:
+            for j in earlier:
+                if before[j] == below:
+                    self.bins[j].keep(below + 1)
+                    self.bins[j].lifted = True
+            state.stride = 2  # if that is not enough
             return
-        state, level = self.bins[i], before[earlier[-1]]
-        if before[i] < level + self.doubling:
-            state.level = min(state.level, level + self.doubling)
-            return
-        state.level, state.failed, state.passed, state.stride = before[i], -1, None, 1
-        for steps, j in enumerate(reversed(earlier)):
-            least = level + 1 - steps * self.doubling
-            lower = self.bins[j]
-            if lower.level < least:
-                lower.keep(least)
-                lower.wait = min(2 * lower.wait, LONGEST_WAIT) if lower.lifted else lower.wait
-                lower.lifted = True
+        state.level = state.fails(at, top)
+        if state.passed is None and (step > 1 or at == top):
+            for j in earlier:
+                self.bins[j].level = max(self.bins[j].level, min(before[j] + step, state.level))
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint."""
