@@ -44,7 +44,7 @@ def test_a_name_means_one_cell(evidence):
         assert all(need in by_name for need in cell.needs), cell
     arms = [cell for cell in found if cell.part == "a" and cell.settings["testbed"]["name"] == "short"]
     assert len(arms) == 3 + 8 * 3 * 3
-    assert sum(cell.part == "a" and cell.settings["testbed"]["name"] == "long" for cell in found) == 3 + 4 * 3 * 3
+    assert sum(cell.part == "a" and cell.settings["testbed"]["name"] == "long" for cell in found) == 3 + 5 * 3 * 3
     assert not any(cell.part in "bf" and cell.settings["testbed"]["name"] == "long" for cell in found)
     kept = {cell.name for cell in found if cell.settings.get("keep")} | {
         cell.name for cell in found if cell.part == "warm"
