@@ -5,7 +5,7 @@ PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/pip install --constraint constrain
 
 .PHONY: demo test test-slow test-gpu test-compat test-wheel coverage bench-cpu bench-gpu lint check docs clean
 
-## demo: train two arms on the embedded model, compare them with the recorded ones, write a report (5 minutes)
+## demo: train two arms on the embedded model, compare them with the recorded ones, write a report (5 to 10 minutes)
 demo: .venv/ready
 	$(BIN)/python scripts/demo.py $(DEMO)
 
