@@ -32,7 +32,7 @@ from sparse_rl.objective.loss import LossConfig
 from sparse_rl.objective.mismatch import overlap_ids
 from sparse_rl.plan import Plan, Run, choose_device, make_plan, model_size, summary
 from sparse_rl.rollout import EngineConfig, Sampling
-from sparse_rl.rollout.memory import GuardedEngine
+from sparse_rl.rollout.memory import GuardedEngine, out_of_memory
 from sparse_rl.runfolder import provenance
 from sparse_rl.score.head import Head
 from sparse_rl.score.score import score
@@ -61,7 +61,9 @@ def main() -> None:
         guards.give_pool = engine.release
         try:
             rollouts = timed_rollout(args, engine, record)
-        except (ValueError, RuntimeError) as error:  # it does not fit, and says what would
+        except (ValueError, RuntimeError) as error:
+            if not out_of_memory(error):
+                raise
             record.fail(str(error))
             sys.exit(f"failed: {error}")
         if not engine.bounded:

@@ -19,7 +19,6 @@ from guarded_run import (
     observer,
     resume,
     send,
-    state_of,
     trainer_of,
 )
 from small_run import assert_same_run, digits, graded_by
@@ -124,7 +123,10 @@ def test_a_streak_ends_the_run_with_its_weights_saved(tmp_path):
     assert sorted(path.name for path in (run / "bad_batches").iterdir()) == [
         "step-1-update-2.pt", "step-2-update-1.pt", "step-2-update-2.pt",
     ]  # fmt: skip
-    assert names(run) == ["checkpoint-3"] and state_of(run)["streak"] == STREAK
+    assert names(run) == ["checkpoint-3"]
+    again = trainer_of(run, SEVERAL, steps=4, resume_from_checkpoint=True)
+    with again.run.opened():
+        assert again.guards.streak == STREAK  # one more ends it at once
     resume(run, SEVERAL, steps=4)
     lines = read_log(run / "metrics.jsonl")
     assert [line.get("update/nonfinite") for line in lines] == [None, 1, 2, 2, 0]

@@ -272,7 +272,7 @@ def times_table(evidence: Evidence) -> str:
 
 
 def updates_table(evidence: Evidence, bed: str) -> str:
-    middle, rows = evidence.bed(bed)["budgets"][1], []
+    middle, rows = _middle(evidence, bed), []
     alone: Estimate | None = None  # what staleness does without sparsity
     for arm in ("dense", "naive", "sparse_rl", "sparse_rl_release", "tis"):
         one, four = (evidence.end(bed, arm, middle, updates=updates) for updates in (1, 4))
