@@ -11,8 +11,9 @@ words    word problems, held-out ones for evaluation; from a supervised warm sta
 The KV budget is found by a sweep before anything is trained: the smallest that earns at least REWARD of what the dense
 cache earns, with at most REJECTION of the rollouts having a token that the dense model would hardly write (xi < 1e-4).
 Arms run side by side, a process each, and are evaluated on the same held-out prompts with the dense and with the sparse
-cache. What has been done is not done again: the folder --runs keeps it. Results go to
-benchmarks/results/smollm2_TASK.json, the report's plots beside them.
+cache; so is the model before, and what an arm gains is the mean over prompts of what each gained. What has been done is
+not done again: the folder --runs keeps it. Results go to benchmarks/results/smollm2_TASK.json,
+the report's plots beside them.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from statistics import mean, stdev
 from typing import Any
 
 ARMS = {  # KV policy of the rollouts, correction preset
@@ -34,7 +36,9 @@ ARMS = {  # KV policy of the rollouts, correction preset
 BUDGETS = {"lookup": (48, 64, 80, 96, 112, 128), "words": (32, 48, 64, 80, 96, 128)}
 REWARD, REJECTION = 0.5, 0.3
 INTERVAL = 16
+CACHES = ("dense", "sparse")
 SWEEP_N = 4  # completions of a prompt
+BEFORE, FINAL_N = "before", 4  # the model that arms begin with, evaluated as they are: completions of a held-out prompt
 CURVES = {
     "reward": "reward",
     "rejection": "correction/rejection_rate",
@@ -87,8 +91,10 @@ def main() -> None:
         [(arm, train_command(args, arm, budget), folder / arm / f"checkpoint-{args.steps}") for arm in args.arms], args
     )
     print(f"trained ({time.time() - began:.0f} s)", flush=True)
-    together([(f"{arm} end", worker(arm, budget), folder / arm / "final.json") for arm in args.arms], args)
-    results = [result(args, arm) for arm in args.arms]
+    evaluated = [BEFORE, *args.arms]
+    together([(f"{arm} end", worker(arm, budget), folder / arm / "final.json") for arm in evaluated], args)
+    before, *_ = finals = [json.loads((folder / arm / "final.json").read_text()) for arm in evaluated]
+    results = [result(folder / arm, before, final) for arm, final in zip(args.arms, finals[1:], strict=True)]
     args.results.mkdir(parents=True, exist_ok=True)
     name = f"smollm2_{args.task}"
     settings = {
@@ -96,9 +102,10 @@ def main() -> None:
     }
     record = {
         "command": " ".join(["python", *sys.argv]),
-        **json.loads((folder / args.arms[0] / "final.json").read_text())["provenance"],
+        **before["provenance"],
         "settings": settings | sampling(args) | {"budget": budget, "interval": INTERVAL},
         "sweep": rows,
+        "before": {cache: numbers(before[cache]) for cache in CACHES},
         "runs": results,
     }
     (args.results / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
@@ -106,7 +113,7 @@ def main() -> None:
     subprocess.run(
         [sys.executable, "-m", "sparse_rl", "report", *(str(folder / arm) for arm in args.arms), *plots], check=True
     )
-    print(table(results))
+    print(table(record))
     print(f"{time.time() - began:.0f} s")
 
 
@@ -267,38 +274,54 @@ def sweep(args: argparse.Namespace) -> None:
 
 
 def evaluate_arm(args: argparse.Namespace, arm: str, budget: int) -> None:
-    """The trained model on held-out prompts with both caches."""
+    """A trained model, or the one before, on held-out prompts with both caches."""
     import torch
 
-    from sparse_rl.evaluate import EvalConfig, evaluate
+    from sparse_rl.evaluate import EvalConfig, summary
     from sparse_rl.kv import RKV, Full
     from sparse_rl.rollout import Engine, EngineConfig
     from sparse_rl.runfolder import provenance
 
     folder = args.runs / args.task / arm
-    loaded, task = built(args, str(folder / f"checkpoint-{args.steps}"))
-    settings = EvalConfig(n=4, temperature=sampling(args)["temperature"], seed=7).sampling(sampling(args)["max_tokens"])
+    folder.mkdir(exist_ok=True)
+    model = start_model(args) if arm == BEFORE else str(folder / f"checkpoint-{args.steps}")
+    loaded, task = built(args, model)
+    own = sampling(args)
+    settings = EvalConfig(n=FINAL_N, temperature=own["temperature"], seed=7).sampling(own["max_tokens"])
     final: dict[str, Any] = {"provenance": provenance(torch.device(args.device))}
-    for cache, policy in (("dense", Full()), ("sparse", RKV(budget=budget, interval=INTERVAL))):
+    for cache, policy in zip(CACHES, (Full(), RKV(budget=budget, interval=INTERVAL)), strict=True):
         engine = Engine(loaded, policy, EngineConfig(rows=512, graphs=False))
-        final[cache] = evaluate(engine, task.held_out(args.problems), settings, task.rewards)
+        rollouts = engine.generate(task.held_out(args.problems), settings)
         engine.release()
+        graded = task.rewards.grade(rollouts, loaded.tokenizer)
+        by_prompt = graded.rewards.view(-1, FINAL_N).mean(dim=1).tolist()
+        final[cache] = summary(rollouts, graded, FINAL_N) | {"by_prompt": by_prompt}
     (folder / "final.json").write_text(json.dumps(final))
 
 
-def result(args: argparse.Namespace, arm: str) -> dict[str, Any]:
-    folder = args.runs / args.task / arm
+def result(folder: Path, before: dict[str, Any], final: dict[str, Any]) -> dict[str, Any]:
+    """An arm's curves, and its end beside the model before, prompt by prompt."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    final = json.loads((folder / "final.json").read_text())
     evaluations = [line for line in lines if "eval/dense/reward" in line]
     return {
-        "arm": arm,
+        "arm": folder.name,
         "eval_steps": [line["step"] for line in evaluations],
         "dense": [[line["eval/dense/reward"], line["eval/dense/reward_se"]] for line in evaluations],
         "sparse": [[line.get("eval/sparse/reward"), line.get("eval/sparse/reward_se")] for line in evaluations],
-        "final": {cache: {k: _round(v) for k, v in final[cache].items()} for cache in ("dense", "sparse")},
+        "final": {cache: numbers(final[cache]) for cache in CACHES},
+        "gain": {cache: gain(before[cache]["by_prompt"], final[cache]["by_prompt"]) for cache in CACHES},
         "curves": {short: [_round(line.get(name)) for line in lines if line["step"]] for short, name in CURVES.items()},
     }
+
+
+def numbers(final: dict[str, Any]) -> dict[str, float | None]:
+    return {name: _round(value) for name, value in final.items() if name != "by_prompt"}
+
+
+def gain(before: list[float], after: list[float]) -> list[float | None]:
+    """The mean difference and its standard error; the same prompts, so what makes one hard cancels out."""
+    differences = [b - a for a, b in zip(before, after, strict=True)]
+    return [_round(mean(differences)), _round(stdev(differences) / len(differences) ** 0.5)]
 
 
 def sweep_table(rows: list[dict[str, float]]) -> str:
@@ -313,17 +336,17 @@ def sweep_table(rows: list[dict[str, float]]) -> str:
     )
 
 
-def table(results: list[dict[str, Any]]) -> str:
-    rows = ["arm        before, dense    after, dense     after, sparse    KV saved  xi < 1e-4 (mean, last 10)"]
-    for r in results:
-        (first, se), final = r["dense"][0], r["final"]
-        curve = [x for x in r["curves"]["catastrophic"] if x is not None]
-        saved = [x for x in r["curves"]["kv_saved"] if x is not None]
-        shown = [f"{final[c]['reward']:.3f} ± {final[c]['reward_se']:.3f}" for c in ("dense", "sparse")]
-        rows.append(
-            f"{r['arm']:9}  {first:.3f} ± {se:.3f}    {shown[0]}    {shown[1]}    {sum(saved) / max(1, len(saved)):.2f}"
-            f"      {sum(curve) / max(1, len(curve)):.2f}, {sum(curve[-10:]) / max(1, len(curve[-10:])):.2f}"
-        )
+def table(record: dict[str, Any]) -> str:
+    head = (
+        "           dense            gain             sparse           gain             KV saved  xi < 1e-4 (last 10)"
+    )
+    shown = [f"{record['before'][c]['reward']:.3f} ± {record['before'][c]['reward_se']:.3f}" for c in CACHES]
+    rows = [head, f"{BEFORE:9}  {shown[0]}    {'':13}    {shown[1]}"]
+    for r in record["runs"]:
+        pairs = [pair for c in CACHES for pair in ((r["final"][c]["reward"], r["final"][c]["reward_se"]), r["gain"][c])]
+        words = "    ".join(f"{value:5.3f} ± {error:.3f}" for value, error in pairs)
+        saved, caught = ([x for x in r["curves"][name] if x is not None] for name in ("kv_saved", "catastrophic"))
+        rows.append(f"{r['arm']:9}  {words}    {mean(saved or [0]):.2f}      {mean(caught[-10:] or [0]):.2f}")
     return "\n".join(rows)
 
 

@@ -149,9 +149,11 @@ def test_compiled_layers_round_where_the_module_does(device):
     expected = model(ids, use_cache=False).logits.detach()
     keep_out_of_compiled_code()
 
+    # a C++ compiler takes half a minute for whole layers; most of what rounds is in the MLP
+    parts = compiled_parts(model) if torch.device(device).type == "cuda" else [compiled_parts(model)[0].mlp]
+
     def error(options):
         torch._dynamo.reset()
-        parts = compiled_parts(model)
         with torch.no_grad():
             for part in parts:
                 part._compiled_call_impl = torch.compile(part._call_impl, dynamic=True, options=options)
