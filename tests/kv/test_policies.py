@@ -28,6 +28,7 @@ from sparse_rl.kv import build_policy
         ({"policy": "knorm", "budget": 8, "recent": 7, "sinks": 2}, "protected entries alone are 9"),
         ({"policy": "h2o", "decay": 1.5}, "between 0 and 1"),
         ({"policy": "h2o", "window": 0}, "at least 1"),
+        ({"policy": "h2o", "budget": 2, "sinks": 9}, r"sinks 9 \+ newest 0\); raise it to 9 or more"),
         ({"policy": "gkv", "budget": 15}, "protected entries alone are 16"),
         ({"policy": "gkv", "lam": -0.1}, "between 0 and 1"),
         ({"policy": "gkv", "decay": "a"}, "kv.decay is 'a'; it must be a number between 0 and 1"),

@@ -53,7 +53,7 @@ class H2O(EvictPolicy):
 
     @property
     def num_recent(self) -> int:
-        return (self.schedule.budgets[0] - self.sinks) // 2 if self.recent is None else self.recent
+        return max(0, self.schedule.budgets[0] - self.sinks) // 2 if self.recent is None else self.recent
 
     @property
     def copies(self) -> bool:
