@@ -77,7 +77,7 @@ def test_without_a_chat_template_the_text_is_plain(seed):
     ],
 )
 def test_rewards(text, reward):
-    assert right_value([text], ["41"]) == [reward]
+    assert right_value([text], ["41"]) == right_value([text], [41]) == [reward]
     assert right_value([[{"role": "assistant", "content": text}]], answer=["41"], prompts=None) == [reward]
 
 

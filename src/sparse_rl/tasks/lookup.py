@@ -100,10 +100,10 @@ class LookupTask:
         return make_prompt({"prompt": as_turn(text, self.tokenizer), "answer": answer}, name, self.tokenizer)
 
 
-def right_value(completions: list[Any], answer: list[str], **columns: Any) -> list[float]:
+def right_value(completions: list[Any], answer: list[str | int], **columns: Any) -> list[float]:
     """1 where the completion's first number is the value that was asked for, else 0: to list them all is no answer."""
     firsts = [NUMBER.search(text_of(completion)) for completion in completions]
-    return [float(first is not None and first[0] == right) for first, right in zip(firsts, answer, strict=True)]
+    return [float(first is not None and first[0] == str(right)) for first, right in zip(firsts, answer, strict=True)]
 
 
 def _codes(draw: random.Random, count: int) -> list[str]:
