@@ -154,8 +154,10 @@ def _import_module(name: str) -> Any:
 
 def _import_file(path: Path) -> Any:
     """The file as a module of its own, which does not stand in the way of others of its name."""
-    spec = importlib.util.spec_from_file_location(f"reward file {path}", path)
+    name = f"reward file {path}".replace(".", " ")  # a dot would ask for a package
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pickle look there
     spec.loader.exec_module(module)
     return module
