@@ -151,8 +151,8 @@ Suite = Texts | Statements | Calls
 
 
 def suite_of(row: Mapping[str, Any]) -> Suite:
-    """A row's tests; ValueError for a row that has none."""
-    row = {key: value for key, value in row.items() if value is not None}
+    """A row's tests; ValueError for a row that has none. An empty column is none."""
+    row = {key: value for key, value in row.items() if value is not None and value != "" and value != []}
     problem = str(row.get("problem") or row.get("prompt") or "")
     entry = str(row.get("entry_point") or row.get("fn_name") or "")
     if "base_input" in row or "plus_input" in row:
