@@ -127,7 +127,8 @@ def _words(given: str, right: str) -> bool | None:
         if (ours := TIME.fullmatch(given)) is None:
             return None
         half_days = {(time[3] or "").lower() for time in (ours, theirs)}
-        return (ours[1], ours[2] or ":00") == (theirs[1], theirs[2] or ":00") and half_days != {"a", "p"}
+        same = int(ours[1]) == int(theirs[1]) and (ours[2] or ":00") == (theirs[2] or ":00")
+        return same and half_days != {"a", "p"}
     mine, said = _said(given), _said(right)
     if not any(map(_is_word, said)) or re.search(r"[=<>^_\\,;/]", right) or re.match(r"[-\d]", right):
         return None
