@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -290,8 +291,7 @@ def _values(given: str, right: str) -> bool:
         return True
     ours, theirs = parse_number(mine), parse_number(value)
     if ours is not None and theirs is not None:
-        scaled = type(ours)(ours.value * scale, ours.half_unit, ours.percent)
-        return numbers_equal(scaled, theirs)
+        return numbers_equal(replace(ours, value=ours.value * scale), theirs)
     if theirs is not None and theirs.half_unit is not None:  # a formula for a decimal
         number = symbolic.value(mine)
         return number is not None and abs(number) < 1e300 and near(Fraction(number) * scale, theirs)

@@ -90,8 +90,9 @@ class RowsConfig:
         held_out, layouts = [], {layout.name}
         if self.eval_file:
             other = read_table(self.eval_file)
-            held_out = self._prompts(other, self._layout_of(other), rewards, tokenizer, context)
-            layouts.add(self._layout_of(other).name)
+            other_layout = self._layout_of(other)
+            held_out = self._prompts(other, other_layout, rewards, tokenizer, context)
+            layouts.add(other_layout.name)
         else:
             logger.info("nothing is held out for evaluation; --task.eval_file names a file of prompts for it.")
         settings = {"name": self.name, **asdict(self), "train_sha256": table.sha256[:16]}
