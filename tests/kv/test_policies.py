@@ -22,6 +22,7 @@ from sparse_rl.kv import build_policy
         ({"policy": "snapkv", "window": 0}, "at least 1"),
         ({"policy": "snapkv", "kernel": 4}, "odd"),
         ({"policy": "rkv", "lam": 1.5}, "between 0 and 1"),
+        ({"policy": "rkv", "lam": True}, "kv.lam is True; it must be a number between 0 and 1"),
         ({"policy": "rkv", "order": "random"}, '"position" or "score"'),
         ({"policy": "knorm", "index": "shard"}, '"per_head" or "shared"'),
         ({"policy": "knorm", "recent": -1}, "at least 0"),
