@@ -218,12 +218,12 @@ def _checked(given: Any, name: str, count: int) -> tuple[torch.Tensor, dict[int,
     for i, value in enumerate(given):
         if isinstance(value, Failed):
             failures[i], value = value.reason, None
-        number = value.item() if hasattr(value, "item") else value
         try:
+            number = value.item() if hasattr(value, "item") else value
             if number is not None and (not isinstance(number, numbers.Real) or not math.isfinite(number)):
                 raise ValueError
             rewards.append(math.nan if number is None else float(number))
-        except (ValueError, OverflowError) as error:
+        except (ValueError, OverflowError, RuntimeError) as error:  # a tensor that is no number raises the last
             raise ValueError(
                 f"reward function {name!r} returned {repr(value)[:40]} for completion {i}; "
                 "it must be a finite number, or None to leave the completion out."
