@@ -23,7 +23,7 @@ from sparse_rl.tasks.countdown import Countdown
 from sparse_rl.tasks.exact import Exact
 from sparse_rl.tasks.form import Format, Kind, Overlong
 from sparse_rl.tasks.last_number import LastNumber
-from sparse_rl.tasks.lookup import right_value
+from sparse_rl.tasks.lookup import RightValue
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +87,7 @@ def _overlong(grading: GradingConfig, limit: int, buffer: int) -> Reward:
 
 
 def _right_value(grading: GradingConfig) -> Reward:
-    return right_value
+    return RightValue()
 
 
 # name: a maker that takes the settings of grading and the reward's own, whose types are those of its parameters
