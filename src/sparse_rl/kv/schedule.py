@@ -123,7 +123,7 @@ def load(budget: int | str) -> Schedule:
 
 
 def save(schedule: Schedule, path: Path, **provenance: Any) -> None:
-    """Write a file that `load` reads; what else it says is for people."""
+    """Write a file that `load` reads; what else it says is for people, and `kv` for `made_for`."""
     path.write_text(json.dumps({**provenance, **asdict(schedule)}) + "\n", encoding="utf-8")
 
 
