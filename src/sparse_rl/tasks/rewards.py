@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from threading import TIMEOUT_MAX
 from typing import Any
 
 from sparse_rl.specs import build, suggestion
@@ -42,8 +43,8 @@ class GradingConfig:
     def __post_init__(self) -> None:
         if self.workers < 0:
             raise ValueError(f"grading.workers is {self.workers}; it must be at least 0.")
-        if self.timeout_s <= 0:
-            raise ValueError(f"grading.timeout_s is {self.timeout_s}; it must be above 0.")
+        if not 0 < self.timeout_s <= TIMEOUT_MAX:
+            raise ValueError(f"grading.timeout_s is {self.timeout_s}; it must be above 0 and finite.")
 
 
 def _code(grading: GradingConfig, timeout_s: float = 10.0, memory_mb: int = 1024) -> Reward:
