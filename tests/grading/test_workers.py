@@ -202,9 +202,9 @@ def test_a_worker_a_core():
 def test_a_function_that_is_not_there_is_an_error():
     with Workers("grading_children:missing", count=1) as pool, pytest.raises(RuntimeError, match="missing"):
         pool.map([1])
-    with pytest.raises(ValueError, match="timeout_s is inf; .* above 0 and finite"):
+    with pytest.raises(ValueError, match=r"timeout_s is inf; .* above 0 and finite"):
         Workers(MISBEHAVE, timeout_s=float("inf"))
-    with pytest.raises(ValueError, match="grading.timeout_s is inf; it must be above 0 and finite"):
+    with pytest.raises(ValueError, match=r"grading.timeout_s is inf; it must be above 0 and finite"):
         GradingConfig(timeout_s=float("inf"))
     with pytest.raises(ValueError, match="timeout_s is 0"):
         Workers(MISBEHAVE, timeout_s=0)
