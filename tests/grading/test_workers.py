@@ -17,6 +17,7 @@ import pytest
 from sparse_rl.grading import Failed
 from sparse_rl.grading import workers as module
 from sparse_rl.grading.workers import Workers, worker_count
+from sparse_rl.tasks import GradingConfig
 
 MISBEHAVE = "grading_children:act"
 
@@ -201,5 +202,9 @@ def test_a_worker_a_core():
 def test_a_function_that_is_not_there_is_an_error():
     with Workers("grading_children:missing", count=1) as pool, pytest.raises(RuntimeError, match="missing"):
         pool.map([1])
+    with pytest.raises(ValueError, match=r"timeout_s is inf; .* above 0 and finite"):
+        Workers(MISBEHAVE, timeout_s=float("inf"))
+    with pytest.raises(ValueError, match=r"grading.timeout_s is inf; it must be above 0 and finite"):
+        GradingConfig(timeout_s=float("inf"))
     with pytest.raises(ValueError, match="timeout_s is 0"):
         Workers(MISBEHAVE, timeout_s=0)

@@ -85,6 +85,7 @@ def test_a_schedule_found_with_other_settings_is_said(tmp_path, caplog):
     build_policy("rkv", budget=str(path), interval=8)
     build_policy("rkv", budget=40, interval=16)
     build_policy("rkv", budget="40@0", interval=16)
+    build_policy("rkv", budget="+".join(f"{40 + i}@{1000 * i}" for i in range(40)))  # longer than a file's name may be
     assert not caplog.records
     build_policy("snapkv", budget=str(path), interval=16)
     (record,) = caplog.records
@@ -133,6 +134,8 @@ def test_what_a_budget_may_not_be(tmp_path):
         RKV(budget="sparrow/qwen-8b-0.86")
     with pytest.raises(ValueError, match=r"kv.budget is 'gone.json', which is neither a whole number nor a file"):
         RKV(budget="gone.json")
+    with pytest.raises(ValueError, match=r"kv.budget is '(a{300})', which is neither a whole number nor a file"):
+        RKV(budget="a" * 300)
     with pytest.raises(ValueError, match=rf"kv.budget is '{tmp_path}'"):
         RKV(budget=str(tmp_path))
     with pytest.raises(ValueError, match=r"which begins with 7, but the protected entries alone are 8 .*to 8 or more"):

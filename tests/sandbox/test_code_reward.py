@@ -295,6 +295,14 @@ def test_rows_without_tests_are_refused_before_any_runs():
 
 
 @confined
+def test_a_column_that_is_empty_in_a_row_is_none(reward):
+    """Rows of several kinds in one file have each other's columns, with nothing in them."""
+    row = {"tests": ["assert f() == 1"], "test_list": [], "public_tests": "", "base_input": [], "plus_input": None}
+    assert reward.check(row) is None
+    assert score(reward, ["def f():\n    return 1", "def f():\n    return 2"], **row) == [1.0, 0.0]
+
+
+@confined
 def test_long_results_are_the_same_in_any_order(reward):
     """Sets and dicts that are built the other way round, of over a million letters."""
     canonical = "def f(n):\n    return {'%099d' % i for i in range(n)}, {i: -i for i in range(n)}"

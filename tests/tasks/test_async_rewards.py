@@ -92,7 +92,7 @@ def test_the_loop_stays_the_same():
     assert seen[0] is seen[1] and not seen[0].is_closed()
 
 
-@pytest.mark.parametrize("error", [KeyError("judge"), SystemExit(3), TimeoutError()])
+@pytest.mark.parametrize("error", [KeyError("judge"), SystemExit(3), TimeoutError(), asyncio.CancelledError()])
 def test_a_broken_async_reward_is_named_and_the_loop_lives(error):
     async def away(**_):
         raise error

@@ -111,12 +111,12 @@ def test_held_out_prompts_are_in_no_training_stream(seed):
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("letters", 1, "chain.letters is 1; it must lie between 2 and 16"),
-        ("letters", 17, "chain.letters is 17"),
-        ("steps", 0, "chain.steps is 0; it must lie between 1 and 100"),
-        ("steps", 101, "chain.steps is 101"),
-        ("filler", -1, "chain.filler is -1; it must lie between 0 and 100"),
-        ("filler", 101, "chain.filler is 101"),
+        ("letters", 1, "task.letters is 1; it must lie between 2 and 16"),
+        ("letters", 17, "task.letters is 17"),
+        ("steps", 0, "task.steps is 0; it must lie between 1 and 100"),
+        ("steps", 101, "task.steps is 101"),
+        ("filler", -1, "task.filler is -1; it must lie between 0 and 100"),
+        ("filler", 101, "task.filler is 101"),
     ],
 )
 def test_settings_out_of_range_are_refused(name, value, message):

@@ -9,7 +9,7 @@ import pytest
 
 from sparse_rl.model.tiny import tiny_tokenizer
 from sparse_rl.tasks import Lookup
-from sparse_rl.tasks.lookup import WORDS, right_value
+from sparse_rl.tasks.lookup import WORDS, RightValue
 
 SETTINGS = [Lookup(), Lookup(pairs=2, digits=1), Lookup(pairs=70), Lookup(pairs=300, keys="codes", digits=6)]
 CHATML = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}<assistant>"
@@ -77,8 +77,14 @@ def test_without_a_chat_template_the_text_is_plain(seed):
     ],
 )
 def test_rewards(text, reward):
-    assert right_value([text], ["41"]) == [reward]
-    assert right_value([[{"role": "assistant", "content": text}]], answer=["41"], prompts=None) == [reward]
+    assert RightValue()([text], ["41"]) == RightValue()([text], [41]) == [reward]
+    assert RightValue()([[{"role": "assistant", "content": text}]], answer=["41"], prompts=None) == [reward]
+
+
+@pytest.mark.parametrize("columns", [{}, {"answer": None}, {"answer": ""}, {"answer": "lemon"}, {"answer": -4}])
+def test_a_row_without_a_whole_number_is_refused(columns):
+    assert RightValue().check({"answer": "41"}) is RightValue().check({"answer": 41}) is None
+    assert "which is no whole number" in RightValue().check(columns)
 
 
 @pytest.mark.parametrize(

@@ -162,6 +162,8 @@ BROKEN = {
     "minus inf": (gives([-math.inf] * 4), "'gives' returned -inf for completion 0"),
     "a string": (gives([0.0, 0.0, 0.0, "1"]), "'gives' returned '1' for completion 3"),
     "a list each": (gives([[1.0]] * 4), r"'gives' returned \[1.0\] for completion 0"),
+    "a tensor each": (gives([torch.ones(2)] * 4), r"'gives' returned tensor\(\[1., 1.\]\) for completion 0"),
+    "an array each": (gives([np.ones(2)] * 4), r"'gives' returned array\(\[1., 1.\]\) for completion 0"),
     "complex": (gives([1j] * 4), "'gives' returned 1j for completion 0"),
     "too few": (gives([1.0] * 3), "'gives' returned 3 rewards for 4 completions"),
     "too many": (gives([1.0] * 5), "'gives' returned 5 rewards for 4 completions"),

@@ -164,6 +164,17 @@ def test_functions_come_from_modules_and_files(tmp_path, monkeypatch):
     assert import_function(f"{path}:one")() == "mended"
 
 
+def test_a_file_may_hold_whatever_looks_its_own_module_up(tmp_path):
+    """As a dataclass does for annotations that are texts, and pickle for a class."""
+    path = tmp_path / "graded.py"
+    path.write_text(
+        "from __future__ import annotations\nfrom dataclasses import dataclass\nimport pickle\n\n"
+        "@dataclass\nclass Score:\n    value: int = 3\n\n"
+        "def f(**_): return pickle.loads(pickle.dumps(Score())).value\n"
+    )
+    assert import_function(f"{path}:f")() == 3
+
+
 WRONG_FUNCTIONS = {
     "missing module": ("no_such_module:f", "'no_such_module:f' cannot be imported: ModuleNotFoundError"),
     "missing function": ("math:no_such_function", "math has no function 'no_such_function'"),

@@ -8,6 +8,7 @@ import math
 import random
 import shutil
 import sys
+from pathlib import Path
 from shutil import which
 
 import pytest
@@ -21,7 +22,7 @@ from sparse_rl.metrics import read_log
 from sparse_rl.model.attention import keep_out_of_compiled_code
 from sparse_rl.model.dry_run import dry_run
 from sparse_rl.model.load import load
-from sparse_rl.model.lora import LoraConfig, adapters_off, add_adapters, save_model
+from sparse_rl.model.lora import LoraConfig, adapters_off, add_adapters, merge, save_model
 from sparse_rl.model.tiny import FAMILIES, tiny_model, tiny_tokenizer
 from sparse_rl.objective.loss import LossConfig
 from sparse_rl.rollout import Engine, EngineConfig, Sampling
@@ -127,6 +128,8 @@ def test_settings_that_do_not_fit_are_refused(monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(ValueError, match=r"lora.r is 8, which needs peft; pip install 'sparse-rl\[lora\]'"):
         add_adapters(tiny_model(), LoraConfig(r=8), seed=0)
+    with pytest.raises(ValueError, match=r"^saved is an adapter, which needs peft; pip install"):
+        merge(tiny_model(), Path("saved"))
 
 
 @pytest.mark.parametrize(("target", "left"), [("all-linear", set()), ("k_proj", {"gate_proj"})])

@@ -55,10 +55,9 @@ def variable_of(text: str) -> str | None:
     if bounded is None or any(sign not in ("<", "\\le") for sign in bounded[1]):
         return None
     sides = bounded[0]
-    middle = {2: [side for side in sides if VARIABLE.fullmatch(side) and side != "\\infty"], 3: sides[1:2]}.get(
-        len(sides), []
-    )
-    return middle[0] if len(middle) == 1 and VARIABLE.fullmatch(middle[0]) else None
+    places = {2: sides, 3: sides[1:2]}.get(len(sides), [])
+    names = [side for side in places if VARIABLE.fullmatch(side) and side != "\\infty"]
+    return names[0] if len(names) == 1 else None
 
 
 def union(text: str) -> list[str] | None:

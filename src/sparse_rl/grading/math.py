@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -127,7 +128,8 @@ def _words(given: str, right: str) -> bool | None:
         if (ours := TIME.fullmatch(given)) is None:
             return None
         half_days = {(time[3] or "").lower() for time in (ours, theirs)}
-        return (ours[1], ours[2] or ":00") == (theirs[1], theirs[2] or ":00") and half_days != {"a", "p"}
+        same = int(ours[1]) == int(theirs[1]) and (ours[2] or ":00") == (theirs[2] or ":00")
+        return same and half_days != {"a", "p"}
     mine, said = _said(given), _said(right)
     if not any(map(_is_word, said)) or re.search(r"[=<>^_\\,;/]", right) or re.match(r"[-\d]", right):
         return None
@@ -289,8 +291,7 @@ def _values(given: str, right: str) -> bool:
         return True
     ours, theirs = parse_number(mine), parse_number(value)
     if ours is not None and theirs is not None:
-        scaled = type(ours)(ours.value * scale, ours.half_unit, ours.percent)
-        return numbers_equal(scaled, theirs)
+        return numbers_equal(replace(ours, value=ours.value * scale), theirs)
     if theirs is not None and theirs.half_unit is not None:  # a formula for a decimal
         number = symbolic.value(mine)
         return number is not None and abs(number) < 1e300 and near(Fraction(number) * scale, theirs)

@@ -78,7 +78,7 @@ def _names() -> dict[str, Unit]:
 
 
 NAMES = _names()
-WORD = re.compile(r"([A-Za-z]+)\.?|\^?\{?(-?[1-9])\}?|(/|per\b)")
+WORD = re.compile(r"([A-Za-z]+)\.?|\^?\{?(-?[1-9])\}?|(/)")
 LONG = "|".join(sorted((n for n in [*NAMES, *COMPOUND, *AREA] if len(n) > 1 and n != "in"), key=len, reverse=True))
 LONGEST = 300  # characters of an answer that may have a unit; the patterns take the square of it
 POWER = r"(?:\^\{?-?\d\}?)?"

@@ -40,9 +40,9 @@ class Workers:
     """
 
     def __init__(self, target: str, *, count: int = 0, timeout_s: float = 5.0, memory_bytes: int = 4 << 30) -> None:
-        if timeout_s <= 0 or count < 0:
+        if count < 0 or not 0 < timeout_s <= threading.TIMEOUT_MAX:
             raise ValueError(
-                f"workers: count is {count}, timeout_s is {timeout_s}; they must be at least 0 and above 0."
+                f"workers: count is {count}, timeout_s is {timeout_s}; they must be at least 0, and above 0 and finite."
             )
         self.count = worker_count(count)
         self._spec = _Spec(target, timeout_s, memory_bytes)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which of a kernel's two implementations runs, and how what the host has made reaches the device."""
+"""What kernels share: which of the two implementations runs, how finely it sums, how the host's numbers reach it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,11 @@ import torch
 def use_triton(x: torch.Tensor) -> bool:
     """Triton on a GPU, plain torch elsewhere; in fp64, where it serves as the reference, plain torch everywhere."""
     return x.is_cuda and x.dtype != torch.float64
+
+
+def upcast(x: torch.Tensor) -> torch.Tensor:
+    """At least fp32: what is summed, and so that scores do not tie by rounding."""
+    return x if x.dtype == torch.float64 else x.float()
 
 
 def send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import max_pool1d
 
-from sparse_rl.kernels.backend import use_triton
+from sparse_rl.kernels.backend import upcast, use_triton
 from sparse_rl.kernels.decode import gather_pages_ref
 
 SIMILARITY_BLOCK = 256
@@ -92,8 +92,3 @@ def redundancy_ref(
         total_BKS += cosine.masked_fill(~live_BKS[:, :, row, None], 0.0).sum(dim=2)
     mean_BKS = total_BKS / live_BKS.sum(dim=-1, keepdim=True).clamp(min=1)
     return torch.softmax(mean_BKS.masked_fill(~live_BKS, float("-inf")), dim=-1).nan_to_num(0.0)
-
-
-def upcast(x: torch.Tensor) -> torch.Tensor:
-    """At least fp32, so scores do not tie by rounding."""
-    return x if x.dtype == torch.float64 else x.float()

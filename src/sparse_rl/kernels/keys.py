@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import torch
 
-from sparse_rl.kernels.backend import use_triton
+from sparse_rl.kernels.backend import upcast, use_triton
 from sparse_rl.kernels.decode import gather_pages_ref
-from sparse_rl.kernels.importance import NORM_EPS, upcast
+from sparse_rl.kernels.importance import NORM_EPS
 
 
 def key_norms(k_PKSD: torch.Tensor, pages_BN: torch.Tensor) -> torch.Tensor:

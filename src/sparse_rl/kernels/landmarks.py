@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sparse_rl.kernels.backend import use_triton
+from sparse_rl.kernels.backend import upcast, use_triton
 
 if TYPE_CHECKING:
     from sparse_rl.kernels.decode import LayerPool
@@ -42,8 +42,7 @@ def write_landmarks_ref(
     k_PKSD: torch.Tensor, landmarks_PKCD: torch.Tensor, pages_N: torch.Tensor, counts_N: torch.Tensor
 ) -> None:
     pages_N, counts_N = pages_N[counts_N > 0], counts_N[counts_N > 0]
-    k_NKSD = k_PKSD[pages_N]
-    k_NKSD = k_NKSD if k_NKSD.dtype == torch.float64 else k_NKSD.float()
+    k_NKSD = upcast(k_PKSD[pages_N])
     empty = (torch.arange(k_NKSD.shape[2], device=k_NKSD.device) >= counts_N[:, None])[:, None, :, None]
     if landmarks_PKCD.shape[2] == 1:
         made = [k_NKSD.masked_fill(empty, 0.0).sum(2) / counts_N[:, None, None]]
@@ -120,18 +119,16 @@ def chosen_pages_ref(
 def score_pages_ref(q_BHD: torch.Tensor, pool: LayerPool, pages_BN: torch.Tensor) -> torch.Tensor:
     """Scores of all pages of a table, B K N."""
     assert pool.landmarks_PKCD is not None
-    exact = torch.float64 if q_BHD.dtype == torch.float64 else torch.float32
-    landmarks_BNKCD = pool.landmarks_PKCD[pages_BN].to(exact)
-    num_kv_heads, num_landmarks = landmarks_BNKCD.shape[2:4]
-    parts_BKCD = query_parts_ref(q_BHD, num_kv_heads, num_landmarks, exact)
+    landmarks_BNKCD = upcast(pool.landmarks_PKCD[pages_BN])
+    parts_BKCD = query_parts_ref(q_BHD, *landmarks_BNKCD.shape[2:4])
     return torch.einsum("bkcd,bnkcd->bkn", parts_BKCD, landmarks_BNKCD)
 
 
-def query_parts_ref(q_BHD: torch.Tensor, num_kv_heads: int, num_landmarks: int, dtype: torch.dtype) -> torch.Tensor:
+def query_parts_ref(q_BHD: torch.Tensor, num_kv_heads: int, num_landmarks: int) -> torch.Tensor:
     """What a page's landmarks are multiplied with for its score, B K C D: the sum over a group's query heads.
 
     It chooses what their mean would choose, and is exact where the queries are.
     """
-    q_BKGD = q_BHD.unflatten(1, (num_kv_heads, -1)).to(dtype)
+    q_BKGD = upcast(q_BHD.unflatten(1, (num_kv_heads, -1)))
     parts = [q_BKGD] if num_landmarks == 1 else [q_BKGD.clamp(max=0.0), q_BKGD.clamp(min=0.0)]
     return torch.stack(parts, dim=3).sum(2)

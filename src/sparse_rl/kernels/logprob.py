@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import torch
 
-from sparse_rl.kernels.backend import use_triton
+from sparse_rl.kernels.backend import upcast, use_triton
 
 GROUP = 128  # tokens of the vocabulary that share a maximum, when the most likely are looked for
 
@@ -27,7 +27,7 @@ def logsumexp(logits_TV: torch.Tensor, temperature: float) -> torch.Tensor:
 
 def logsumexp_ref(logits_TV: torch.Tensor, temperature: float) -> torch.Tensor:
     """lse (T,), fp32; fp64 of fp64 logits."""
-    return torch.logsumexp(_wide(logits_TV) / temperature, dim=-1)
+    return torch.logsumexp(upcast(logits_TV) / temperature, dim=-1)
 
 
 def logprob_gradient(
@@ -45,7 +45,7 @@ def logprob_gradient_ref(
     logits_TV: torch.Tensor, lse_T: torch.Tensor, ids_T: torch.Tensor, grad_T: torch.Tensor, temperature: float
 ) -> torch.Tensor:
     """What the logits' gradient is where the log-probs of `ids` have `grad`; (T, V) in the logits' dtype."""
-    minus_p = -(_wide(logits_TV) / temperature - lse_T[:, None]).exp()
+    minus_p = -(upcast(logits_TV) / temperature - lse_T[:, None]).exp()
     minus_p.scatter_add_(1, ids_T[:, None], torch.ones_like(minus_p[:, :1]))
     return (minus_p * (grad_T / temperature).to(minus_p.dtype)[:, None]).to(logits_TV.dtype)
 
@@ -66,7 +66,3 @@ def most_likely(logits_TV: torch.Tensor, count: int) -> torch.Tensor:
     rest = torch.arange(whole, size, device=groups.device).expand(num_tokens, -1)
     ids = torch.cat([ids, rest], dim=1)
     return ids.gather(1, logits_TV.gather(1, ids).topk(count, dim=-1).indices)
-
-
-def _wide(x: torch.Tensor) -> torch.Tensor:
-    return x if x.dtype == torch.float64 else x.float()

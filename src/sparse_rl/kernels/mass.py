@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import torch
 
+from sparse_rl.kernels.backend import upcast
 from sparse_rl.kernels.decode import gather_pages_ref
-from sparse_rl.kernels.importance import upcast
 
 BLOCK = 1 << 24  # logits, or elements of keys, that are held at a time
 

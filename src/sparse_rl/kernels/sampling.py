@@ -15,7 +15,7 @@ from functools import lru_cache
 
 import torch
 
-from sparse_rl.kernels.backend import use_triton
+from sparse_rl.kernels.backend import upcast, use_triton
 
 GOLDEN = 0x9E3779B97F4A7C15
 MIX_1 = 0xBF58476D1CE4E5B9
@@ -78,8 +78,7 @@ def sample_ref(
 
 
 def scale_ref(logits_BV: torch.Tensor, temperature: float) -> torch.Tensor:
-    logits_BV = logits_BV if logits_BV.dtype == torch.float64 else logits_BV.float()
-    return logits_BV / temperature if temperature > 0 else logits_BV
+    return upcast(logits_BV) / temperature if temperature > 0 else upcast(logits_BV)
 
 
 def truncate_ref(scaled_BV: torch.Tensor, top_k: int | None, top_p: float) -> torch.Tensor:

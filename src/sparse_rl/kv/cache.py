@@ -8,7 +8,6 @@ are logical and never derived from how many entries the cache holds.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,13 +20,7 @@ from sparse_rl.kernels.prefill import packed_attention
 from sparse_rl.model.dry_run import AttentionShape
 
 NO_WINDOW = 1 << 30
-
-
-@dataclass(slots=True)
-class Saved:
-    """A sequence's cache outside the pool, in host memory."""
-
-    pools: tuple[torch.Tensor, ...]  # as the cache has them, (L, n, K, page, ...), landmarks (L, n, K, C, D)
+Saved = tuple[torch.Tensor, ...]  # pages in host memory, as `page_pools` has them: (L, n, K, page, ...)
 
 
 class PagedCache:
@@ -158,13 +151,13 @@ class PagedCache:
                 layer[target] = layer[source]
 
     def save(self, pages: list[int]) -> Saved:
-        """Copy a sequence's pages to host memory."""
+        """Copy pages to host memory."""
         index = to_device(pages, self.k.device)
-        return Saved(tuple(pool[:, index].cpu() for pool in self.page_pools))
+        return tuple(pool[:, index].cpu() for pool in self.page_pools)
 
     def restore(self, saved: Saved, pages: list[int]) -> None:
         index = to_device(pages, self.k.device)
-        for pool, tensor in zip(self.page_pools, saved.pools, strict=True):
+        for pool, tensor in zip(self.page_pools, saved, strict=True):
             pool[:, index] = tensor.to(pool.device)
 
 

@@ -36,12 +36,10 @@ def compress(
     prompt_lens_B: torch.Tensor,
     queries_LBWHD: torch.Tensor,
     max_count: int,  # the most entries a row keeps
-    cut_B: torch.Tensor | None = None,  # entries that the row's last cut left, 0 before its first; scores need it
+    cut_B: torch.Tensor,  # entries that the row's last cut left, 0 before its first
     record: bool = False,
 ) -> torch.Tensor | None:
     """Cut each row to the policy's target, in place. Returns the kept positions, L B K max_count, if asked to."""
-    assert cut_B is not None or not policy.keeps_score, "scores are known of what a cut left alone: say what it left"
-    cut_B = torch.zeros_like(lengths_B) if cut_B is None else cut_B
     num_layers, num_pages = cache.k.shape[:2]
     batch, device = pages_BN.shape[0], pages_BN.device
     base_L = torch.arange(0, num_layers * num_pages, num_pages, device=device)

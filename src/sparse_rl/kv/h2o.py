@@ -53,7 +53,7 @@ class H2O(EvictPolicy):
 
     @property
     def num_recent(self) -> int:
-        return (self.schedule.budgets[0] - self.sinks) // 2 if self.recent is None else self.recent
+        return max(0, self.schedule.budgets[0] - self.sinks) // 2 if self.recent is None else self.recent
 
     @property
     def copies(self) -> bool:
@@ -65,18 +65,23 @@ class H2O(EvictPolicy):
 
     def accumulate(self, entries: Entries) -> torch.Tensor:
         assert entries.scores_BKS is not None
-        return self.decay * entries.scores_BKS + attention_mass(
-            entries.k_PKSD,
-            entries.pages_BN,
-            entries.queries_BHWD,
-            entries.positions_BKS,
-            lengths_B=entries.lengths_B,
-            contexts_B=entries.contexts_B,
-            counts_B=entries.fresh_B.clamp(max=self.num_queries),
-            windows_B=entries.windows_B,
-            scale_B=entries.scale_B,
-        )
+        return self.decay * entries.scores_BKS + received(entries, entries.fresh_B.clamp(max=self.num_queries))
 
     def importance(self, entries: Entries) -> torch.Tensor:
         assert entries.scores_BKS is not None
         return entries.scores_BKS
+
+
+def received(entries: Entries, counts_B: torch.Tensor) -> torch.Tensor:
+    """The attention that each entry had from the newest `counts` queries, B K S."""
+    return attention_mass(
+        entries.k_PKSD,
+        entries.pages_BN,
+        entries.queries_BHWD,
+        entries.positions_BKS,
+        lengths_B=entries.lengths_B,
+        contexts_B=entries.contexts_B,
+        counts_B=counts_B,
+        windows_B=entries.windows_B,
+        scale_B=entries.scale_B,
+    )

@@ -31,11 +31,9 @@ def inside(select: str, budget: int | str | None) -> SelectPolicy | None:
     if budget is None:
         raise ValueError(f"kv.select is {select}, but kv.select_budget is missing; say how many entries it reads.")
     try:
-        policy = INSIDE[select](budget=budget)
-        _ = policy.schedule  # what is wrong with it is said now
+        return INSIDE[select](budget=budget)
     except ValueError as error:
         raise ValueError(str(error).replace("kv.budget", "kv.select_budget")) from error  # its name out here
-    return policy
 
 
 def check_some_unread(policy: EvictPolicy) -> None:

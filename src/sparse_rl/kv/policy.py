@@ -267,7 +267,7 @@ def at_least(policy: KVPolicy, field: str, least: int) -> None:
 def between(policy: KVPolicy, field: str, low: float, high: float) -> None:
     """Raise unless a setting of the policy lies between these two."""
     given = getattr(policy, field)
-    if not isinstance(given, int | float) or not low <= given <= high:
+    if isinstance(given, bool) or not isinstance(given, int | float) or not low <= given <= high:
         raise ValueError(f"kv.{field} is {given!r}; it must be a number between {low:g} and {high:g}.")
 
 

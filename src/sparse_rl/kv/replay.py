@@ -17,6 +17,7 @@ import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
+from sparse_rl.kernels.backend import upcast
 from sparse_rl.kernels.landmarks import chosen_pages_ref, query_parts_ref
 from sparse_rl.kernels.prefill import packed_attention
 from sparse_rl.kv.select import SelectPolicy
@@ -154,12 +155,11 @@ class ReplayedRows:
         A page that is not full yet is a query's last one and read whatever its landmarks are.
         """
         size, (num_rows, num_kv_heads, num_slots, _) = self.page_size, k_RKSD.shape
-        exact = torch.float64 if k_RKSD.dtype == torch.float64 else torch.float32
-        k_RKNSD = pad(k_RKSD, (0, 0, 0, -num_slots % size)).unflatten(2, (-1, size)).to(exact)
+        k_RKNSD = upcast(pad(k_RKSD, (0, 0, 0, -num_slots % size)).unflatten(2, (-1, size)))
         made = [k_RKNSD.sum(3) / size] if policy.landmarks == 1 else [k_RKNSD.amin(3), k_RKNSD.amax(3)]
-        landmarks_RKNCD = torch.stack(made, dim=3).to(k_RKSD.dtype).to(exact)
+        landmarks_RKNCD = upcast(torch.stack(made, dim=3).to(k_RKSD.dtype))  # rounded, as a cache holds them
         q_BHD = q_RHnD.transpose(1, 2).flatten(0, 1)
-        parts_RnKCD = query_parts_ref(q_BHD, num_kv_heads, policy.landmarks, exact).unflatten(0, (num_rows, -1))
+        parts_RnKCD = query_parts_ref(q_BHD, num_kv_heads, policy.landmarks).unflatten(0, (num_rows, -1))
         scores_BKN = torch.einsum("rqkcd,rkncd->rqkn", parts_RnKCD, landmarks_RKNCD).flatten(0, 1)
         counts_n, _ = policy.pages_read(lengths_n, contexts_n, size)
         lengths_B, counts_B = lengths_n.repeat(num_rows), counts_n.repeat(num_rows)

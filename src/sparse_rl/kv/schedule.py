@@ -16,6 +16,7 @@ from bisect import bisect_right
 from dataclasses import asdict, dataclass
 from functools import cache
 from itertools import pairwise
+from os.path import isfile  # false of a text too long for a name, where Path's raises
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -107,7 +108,7 @@ def load(budget: int | str) -> Schedule:
             return Schedule(tuple(start for _, start in steps), tuple(count for count, _ in steps))
         except ValueError as error:
             raise ValueError(f"kv.budget is {budget!r}: {error}") from error
-    if not Path(budget).is_file():
+    if not isfile(budget):
         raise ValueError(
             f"kv.budget is {budget!r}, which is neither a whole number nor a file nor a published schedule"
             f"{suggestion(budget, published())}; give 512, schedule.json, sparrow/qwen3-1.7b-0.86 or the like."
@@ -122,13 +123,13 @@ def load(budget: int | str) -> Schedule:
 
 
 def save(schedule: Schedule, path: Path, **provenance: Any) -> None:
-    """Write a file that `load` reads; what else it says is for people."""
+    """Write a file that `load` reads; what else it says is for people, and `kv` for `made_for`."""
     path.write_text(json.dumps({**provenance, **asdict(schedule)}) + "\n", encoding="utf-8")
 
 
 def made_for(budget: object) -> dict[str, Any]:
     """The policy that a calibration's schedule was found with, and its settings; nothing of other budgets."""
-    if not isinstance(budget, str) or budget in published() or not Path(budget).is_file():
+    if not isinstance(budget, str) or budget in published() or not isfile(budget):
         return {}
     found = json.loads(Path(budget).read_text(encoding="utf-8")).get("kv")
     return found if isinstance(found, dict) else {}

@@ -22,13 +22,14 @@ import torch
 from transformers import Cache
 
 from sparse_rl.kv import EvictPolicy, KVPolicy, build_policy
-from sparse_rl.kv.cache import NO_WINDOW, DecodeStep, PagedCache, PrefillStep, to_device
+from sparse_rl.kv.cache import NO_WINDOW, DecodeStep, PrefillStep, to_device
 from sparse_rl.kv.compress import compress, rows_at_once
+from sparse_rl.kv.row_pool import RowPool
 from sparse_rl.kv.select import decode_step
 from sparse_rl.model.attention import HOLDER, NAME, UnsupportedModelError
 from sparse_rl.model.dry_run import AttentionShape
 
-GROWTH = 4  # a pool that is full grows by one in so many
+COUNTS = ("prompt_lens", "contexts", "entries", "cut", "num_compressions")  # a number for each row
 
 
 class SparseCache(Cache):
@@ -61,8 +62,7 @@ class SparseCache(Cache):
 
     def reset(self) -> None:
         """Forget everything; the next forward pass is a prompt."""
-        self.pool: PagedCache | None = None
-        self.width = 0  # pages a row
+        self.pool: RowPool | None = None
         self.num_columns = 0  # tokens seen, padding included
         self.prompt_lens: list[int] = []
         self.in_prompt = True  # what comes may be more of the prompts
@@ -120,12 +120,12 @@ class SparseCache(Cache):
         """Row i goes on from what row beam_idx[i] holds."""
         assert self.pool is not None
         rows = [int(row) for row in beam_idx]
-        self.pool.copy_pages(*([page for row in order for page in self._pages(row)] for order in (rows, self._rows)))
-        self.pool.queries[:, : len(rows)] = self.pool.queries[:, beam_idx.to(self.pool.queries.device)]
+        self.pool.reorder(rows)
         if self.seen_BS is not None:
             self.seen_BS = self.seen_BS[beam_idx.to(self.seen_BS.device)]
-        for counts in (self.prompt_lens, self.contexts, self.entries, self.cut, self.num_compressions):
-            counts[:] = [counts[row] for row in rows]
+        for name in COUNTS:
+            counts = getattr(self, name)
+            setattr(self, name, [counts[row] for row in rows])
 
     def crop(self, *args: Any, **kwargs: Any) -> Never:
         raise ValueError("a SparseCache cannot take tokens back (crop); generate without assisted decoding.")
@@ -154,16 +154,12 @@ class SparseCache(Cache):
     def __repr__(self) -> str:
         return f"SparseCache({self.policy}, {self.num_columns} tokens seen, entries held {self.entries})"
 
+    @torch.inference_mode(False)  # as where the pool is made
     def __deepcopy__(self, memo: dict[int, Any]) -> SparseCache:
         """A cache that goes its own way, as prompts used several times want it."""
         twin = copy.copy(self)
-        for name in ("prompt_lens", "contexts", "entries", "cut", "num_compressions"):
-            setattr(twin, name, list(getattr(self, name)))
-        if self.pool is not None:
-            twin.pool = self._new_pool(self.pool.shape)  # by itself: kernels find pages by their address
-            twin.pool.restore(self.pool.save(self._all_pages()), self._all_pages())
-            for name in ("queries", "windows", "scales"):
-                getattr(twin.pool, name).copy_(getattr(self.pool, name))
+        for name in ("pool", *COUNTS):
+            setattr(twin, name, copy.deepcopy(getattr(self, name), memo))
         return twin
 
     @property
@@ -174,7 +170,7 @@ class SparseCache(Cache):
     def positions(self, row: int) -> torch.Tensor:
         """Which tokens a row holds, L K S, as positions in its text without padding."""
         assert self.pool is not None
-        return self.pool.positions[:, self._pages(row)].transpose(1, 2).flatten(2)[..., : self.entries[row]].long()
+        return self.pool.held(row, self.entries[row])
 
     # What our attention asks for.
 
@@ -284,7 +280,6 @@ class SparseCache(Cache):
             )
         self.prompt_lens = [int(n) for n in self.valid_BT.sum(axis=1)]
         self.contexts, self.entries, self.cut, self.num_compressions = ([0] * batch for _ in range(4))
-        self.width = -(-max(self.prompt_lens) // self.page_size)
         shape = AttentionShape(
             num_heads=num_heads,
             num_kv_heads=k_BKTD.shape[1],
@@ -294,15 +289,17 @@ class SparseCache(Cache):
             dtype=k_BKTD.dtype,
             device=k_BKTD.device,
         )
-        self.pool = self._new_pool(shape)
-        pages = [self._pages(row)[: -(-length // self.page_size)] for row, length in enumerate(self.prompt_lens)]
-        self.prompt = PrefillStep(self.pool, boundaries=[0, *accumulate(self.prompt_lens)], pages=pages)
+        self.pool = pool = RowPool(
+            shape, self.policy, page_size=self.page_size, num_rows=batch, num_entries=max(self.prompt_lens)
+        )
+        pages = [pool.pages(row, length) for row, length in enumerate(self.prompt_lens)]
+        self.prompt = PrefillStep(pool, boundaries=[0, *accumulate(self.prompt_lens)], pages=pages)
 
     def _begin_tokens(self) -> None:
         pool = self.pool
         assert pool is not None
         self._fit(int((np.array(self.entries) + self.valid_BT.sum(axis=1)).max()))
-        pages_BN = to_device([self._pages(row) for row in self._rows], pool.shape.device)
+        pages_BN = to_device([pool.pages(row) for row in self._rows], pool.shape.device)
         lengths, positions = np.array(self.entries), np.array(self.contexts)
         self.steps = []
         for t, valid_B in enumerate(self.valid_BT.T):
@@ -318,7 +315,7 @@ class SparseCache(Cache):
                 lengths_B=lengths_B,
                 positions_B=positions_B,
                 rows_B=rows_B,
-                max_length=self.width * self.page_size,
+                max_length=pool.width * self.page_size,
             )
             self.steps.append((t, None if valid_B.all() else rows_B, step))
             positions = positions + valid_B
@@ -360,13 +357,13 @@ class SparseCache(Cache):
         assert self.pool is not None
         device = self.pool.shape.device
         targets = [self._target(policy, row) for row in rows]
-        width = -(-max(self.entries[row] for row in rows) // self.page_size)
+        longest = max(self.entries[row] for row in rows)
         known = (self.entries, self.contexts, self.prompt_lens, self.cut)
         lengths_B, contexts_B, prompt_lens_B, cut_B = to_device([[of[row] for row in rows] for of in known], device)
         compress(
             self.pool,
             policy,
-            pages_BN=to_device([self._pages(row)[:width] for row in rows], device),
+            pages_BN=to_device([self.pool.pages(row, longest) for row in rows], device),
             lengths_B=lengths_B,
             contexts_B=contexts_B,
             prompt_lens_B=prompt_lens_B,
@@ -378,41 +375,12 @@ class SparseCache(Cache):
             self.entries[row] = self.cut[row] = target
             self.num_compressions[row] += 1
 
-    # Pages: each row has `width` of them, one after the other.
-
     @property
     def _rows(self) -> range:
         return range(len(self.prompt_lens))
 
-    def _pages(self, row: int) -> list[int]:
-        return list(range(1 + row * self.width, 1 + (row + 1) * self.width))
-
-    def _all_pages(self) -> list[int]:
-        return [page for row in self._rows for page in self._pages(row)]
-
-    def _fit(self, entries: int) -> None:
-        """Give every row pages for so many entries: more if they are short, fewer if it never needs that many again."""
+    def _fit(self, num_entries: int) -> None:
         assert self.pool is not None
-        needed, wanted = -(-entries // self.page_size), self.width
-        if needed > self.width:
-            wanted = max(needed, self.width + self.width // GROWTH)
-        if isinstance(self.policy, EvictPolicy):
-            bound = max(self._trigger(self.policy, row) for row in self._rows)
-            wanted = max(needed, min(wanted, -(-bound // self.page_size)))
-        if wanted != self.width:
-            kept = min(wanted, self.width)
-            saved = self.pool.save([page for row in self._rows for page in self._pages(row)[:kept]])
-            self.width = wanted
-            self.pool.resume(len(self._all_pages()))
-            self.pool.restore(saved, [page for row in self._rows for page in self._pages(row)[:kept]])
-
-    def _new_pool(self, shape: AttentionShape) -> PagedCache:
-        return PagedCache(
-            shape,
-            num_pages=len(self._all_pages()),
-            page_size=self.page_size,
-            num_rows=len(self.prompt_lens),
-            num_queries=self.policy.num_queries,
-            keeps_score=self.policy.keeps_score,
-            num_landmarks=self.policy.num_landmarks,
-        )
+        policy = self.policy
+        cut_at = [self._trigger(policy, row) for row in self._rows] if isinstance(policy, EvictPolicy) else None
+        self.pool.fit(num_entries, max(cut_at) if cut_at else None)

@@ -13,7 +13,7 @@ from typing import ClassVar
 
 import torch
 
-from sparse_rl.kernels.mass import attention_mass
+from sparse_rl.kv.h2o import received
 from sparse_rl.kv.policy import Entries, KeepsNewest
 
 
@@ -28,15 +28,5 @@ class TOVA(KeepsNewest):
         return 1
 
     def importance(self, entries: Entries) -> torch.Tensor:
-        mass_BKS = attention_mass(
-            entries.k_PKSD,
-            entries.pages_BN,
-            entries.queries_BHWD,
-            entries.positions_BKS,
-            lengths_B=entries.lengths_B,
-            contexts_B=entries.contexts_B,
-            counts_B=torch.ones_like(entries.lengths_B),
-            windows_B=entries.windows_B,
-            scale_B=entries.scale_B,
-        )
+        mass_BKS = received(entries, torch.ones_like(entries.lengths_B))
         return mass_BKS.mean(dim=1, keepdim=True).expand_as(mass_BKS)

@@ -156,7 +156,7 @@ def _probe(model: PreTrainedModel, ids: torch.Tensor) -> tuple[torch.Tensor, tor
             logits_to_keep=torch.arange(PROBE_TOKENS, 2 * PROBE_TOKENS, device=model.device),
         ).logits[0]
     model.set_attn_implementation("eager")
-    with _as_unsupported(type(model).__name__), torch.no_grad():
+    with _as_unsupported(type(model).__name__):
         own = model(input_ids=ids[None], use_cache=False).logits[0]
     return packed.float(), own.float()
 

@@ -131,8 +131,9 @@ def merge(
     """
     dtype = dtype or model.dtype
     model.to(torch.promote_types(torch.promote_types(model.dtype, dtype), torch.float32))  # type: ignore[arg-type]
+    peft = _peft(f"{folder} is an adapter")
     try:
-        adapted = _peft(f"{folder} is an adapter").PeftModel.from_pretrained(model, str(folder))
+        adapted = peft.PeftModel.from_pretrained(model, str(folder))
     except (OSError, RuntimeError, ValueError, KeyError, SafetensorError) as error:
         first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(f"the adapter in {folder} does not fit its base model: {first_line}") from error

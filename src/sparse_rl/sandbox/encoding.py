@@ -136,11 +136,13 @@ def _plain(given: Any, opaque: Callable[[Any], Any], request: bool, left: int) -
     items = [_plain(item, opaque, request, left - 1) for item in body]
     if tag == "a" and request:
         return importlib.import_module("numpy").array(*items)
-    if tag == "k" and items[0] in _VIEWS:
-        return _VIEWS[items[0]](*items[1:])
     if tag == "k":
-        module, name = {name: name.split(".") for name in _KINDS}[items[0]]
-        return getattr(importlib.import_module(module), name)(*items[1:])
+        kind, *parts = items
+        if kind not in _KINDS:
+            raise Unreadable("an unknown type.")
+        module, name = kind.split(".")
+        make = _VIEWS[kind] if kind in _VIEWS else getattr(importlib.import_module(module), name)
+        return make(*parts)
     return {"t": tuple, "s": set, "f": frozenset}[tag](items)
 
 

@@ -9,9 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-
-def _tuple(value: Any) -> Any:
-    return tuple(value)
+_Turn = Callable[[Any], Any]
 
 
 def _tuples(value: Any) -> Any:
@@ -26,23 +24,24 @@ def _deep(value: Any) -> Any:
     return tuple(_deep(item) for item in value) if isinstance(value, list) else value
 
 
-def _same(value: Any) -> Any:
-    return value
+def _each(turn: _Turn) -> _Turn:
+    return lambda given: [turn(value) for value in given]
 
 
-_Turn = Callable[[Any], Any]
-_each: Callable[[_Turn], _Turn] = lambda turn: lambda given: [turn(value) for value in given]  # noqa: E731
-_first: Callable[[_Turn], _Turn] = lambda turn: lambda given: [turn(given[0]), *given[1:]]  # noqa: E731
+def _first(turn: _Turn) -> _Turn:
+    return lambda given: [turn(given[0]), *given[1:]]
+
+
 _GROUPS: list[tuple[str, _Turn]] = [
-    ("2 116 132 143 222 261 273 394 399 421 424 429 470 560 579 596 616 630 726 740 744 809", _each(_tuple)),
+    ("2 116 132 143 222 261 273 394 399 421 424 429 470 560 579 596 616 630 726 740 744 809", _each(tuple)),
     ("63 64 70 94 120 237 272 299 400 409 417 438 473 614 780", _each(_tuples)),
     ("75 413 444 753", _first(_tuples)),
     ("106 750", lambda given: [given[0], tuple(given[1])]),
     ("115", _first(lambda value: [set(item) if isinstance(item, list) and item else {} for item in value])),
     ("124", lambda given: [float(given[0]), complex(given[1])]),
-    ("250 405 446 617 720 763 808 307", _first(_tuple)),
+    ("250 405 446 617 720 763 808 307", _first(tuple)),
     ("259 401 445", _each(_tuple_of_tuples)),
-    ("278", _first(lambda value: tuple(_tuple(item) if isinstance(item, list) else item for item in value))),
+    ("278", _first(lambda value: tuple(tuple(item) if isinstance(item, list) else item for item in value))),
     ("722", _first(lambda value: {key: tuple(item) for key, item in value.items()})),
     ("252", _first(complex)),
     ("580 615 791", _each(_deep)),
@@ -73,7 +72,8 @@ _MBPP_ORACLES = {
 
 def arguments(task: str, inputs: list[Any]) -> list[Any]:
     """The arguments of each call, with the types that the task's function takes."""
-    return [_TURNS.get(task, _same)(given) for given in inputs]
+    turn = _TURNS.get(task)
+    return [turn(given) for given in inputs] if turn else inputs
 
 
 def oracle(task: str, entry_point: str) -> str:

@@ -150,9 +150,9 @@ _canonical = _Canonical()
 Suite = Texts | Statements | Calls
 
 
-def suite_of(row: Mapping[str, Any]) -> Suite:
-    """A row's tests; ValueError for a row that has none."""
-    row = {key: value for key, value in row.items() if value is not None}
+def suite_of(columns: Mapping[str, Any]) -> Suite:
+    """A row's tests; ValueError for a row that has none. An empty column is none."""
+    row = {key: value for key, value in columns.items() if value is not None and value != "" and value != []}
     problem = str(row.get("problem") or row.get("prompt") or "")
     entry = str(row.get("entry_point") or row.get("fn_name") or "")
     if "base_input" in row or "plus_input" in row:
@@ -180,7 +180,8 @@ def suite_of(row: Mapping[str, Any]) -> Suite:
     if "tests" in row:
         return _own(_some(_loaded(row["tests"])), row, entry)
     wanted = "tests, test_list, test with entry_point, public_tests, or base_input and plus_input"
-    raise ValueError(f"a row for the code reward has no tests: its columns are {sorted(row)}; it needs {wanted}.")
+    said = f"its columns are {sorted(columns)}; it needs {wanted}, and not empty"
+    raise ValueError(f"a row for the code reward has no tests: {said}.")
 
 
 def _evalplus(row: Mapping[str, Any], problem: str, entry: str) -> Calls:

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from sparse_rl.tasks.rewards import GradingConfig
 
 GIVEN = ("prompts", "completions", "completion_ids")  # what every reward function gets beside the columns
+ANY_NAME = inspect.Parameter.VAR_KEYWORD
+BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY, ANY_NAME)
 Given = Sequence[float | Failed | None]
 Reward = Callable[..., Given | Awaitable[Given]]
 
@@ -110,7 +112,9 @@ class Rewards:
     def check_keywords(self, keywords: Iterable[str]) -> None:
         """Raise unless every function can be called with these."""
         for name, function in zip(self.names, self.functions, strict=True):
-            if missing := [keyword for keyword in keywords if not _takes(function, keyword)]:
+            taken = {parameter.name: parameter.kind for parameter in keywords_of(function)}
+            missing = [keyword for keyword in keywords if keyword not in taken]
+            if missing and ANY_NAME not in taken.values():
                 raise ValueError(
                     f"reward function {name!r} does not take {', '.join(missing)}; it is called with "
                     f"{', '.join(GIVEN)} and every column as keywords: add **kwargs to its parameters."
@@ -162,13 +166,13 @@ class Rewards:
         return given
 
 
-def _takes(function: Reward, keyword: str) -> bool:
+def keywords_of(function: Reward) -> list[inspect.Parameter]:
+    """The parameters that it can be given by name, **kwargs among them; that alone where it does not say."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # some functions written in C say nothing
-        return True
-    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return any(p.kind is inspect.Parameter.VAR_KEYWORD or (p.kind in named and p.name == keyword) for p in parameters)
+        return [inspect.Parameter("kwargs", ANY_NAME)]
+    return [parameter for parameter in parameters if parameter.kind in BY_NAME]
 
 
 def _broken(name: str, function: Reward, error: BaseException) -> ValueError:
@@ -214,12 +218,12 @@ def _checked(given: Any, name: str, count: int) -> tuple[torch.Tensor, dict[int,
     for i, value in enumerate(given):
         if isinstance(value, Failed):
             failures[i], value = value.reason, None
-        number = value.item() if hasattr(value, "item") else value
         try:
+            number = value.item() if hasattr(value, "item") else value
             if number is not None and (not isinstance(number, numbers.Real) or not math.isfinite(number)):
                 raise ValueError
             rewards.append(math.nan if number is None else float(number))
-        except (ValueError, OverflowError) as error:
+        except (ValueError, OverflowError, RuntimeError) as error:  # a tensor that is no number raises the last
             raise ValueError(
                 f"reward function {name!r} returned {repr(value)[:40]} for completion {i}; "
                 "it must be a finite number, or None to leave the completion out."

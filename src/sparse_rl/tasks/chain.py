@@ -56,7 +56,7 @@ class Chain:
     def __post_init__(self) -> None:
         for name, least, most in (("letters", 2, len(LETTERS)), ("steps", 1, 100), ("filler", 0, 100)):
             if not least <= getattr(self, name) <= most:
-                raise ValueError(f"chain.{name} is {getattr(self, name)}; it must lie between {least} and {most}.")
+                raise ValueError(f"task.{name} is {getattr(self, name)}; it must lie between {least} and {most}.")
 
     @property
     def prompt_len(self) -> int:

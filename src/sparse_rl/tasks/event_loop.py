@@ -20,7 +20,7 @@ def run_together(awaitables: Sequence[Awaitable[Any]]) -> list[Any]:
     async def outcome(awaitable: Awaitable[Any]) -> Any:
         try:
             return await awaitable
-        except (Exception, SystemExit) as error:  # SystemExit would end the loop
+        except (Exception, SystemExit, asyncio.CancelledError) as error:  # the last two would end more than this one
             return error
 
     async def all_of_them() -> list[Any]:

@@ -29,8 +29,8 @@ class Layout:
     templated: bool = False  # a string is a problem, not yet a prompt
 
     def fits(self, columns: dict[str, Any]) -> bool:
-        known = [key for key in (*self.prompts, self.answer) if key and find(columns, key) is not MISSING]
-        return any(key in known for key in self.prompts) and (self.answer is None or self.answer in known)
+        has_prompt = any(find(columns, key) is not MISSING for key in self.prompts)
+        return has_prompt and (self.answer is None or find(columns, self.answer) is not MISSING)
 
     def split(self, row: Row) -> tuple[str | list[Any], dict[str, Any]]:
         """The prompt as the row has it, and the columns."""

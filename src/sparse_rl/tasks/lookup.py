@@ -87,7 +87,7 @@ class LookupTask:
     def __init__(self, config: Lookup, tokenizer: PreTrainedTokenizerBase) -> None:
         self.config, self.tokenizer = config, tokenizer
         self.settings = {"name": config.name, **asdict(config)}
-        self.rewards = Rewards((right_value,))
+        self.rewards = Rewards((RightValue(),))
 
     def stream(self, start: int, count: int, seed: int) -> list[Prompt]:
         return [self._prompt(f"train {seed} {i}") for i in range(start, start + count)]
@@ -100,10 +100,20 @@ class LookupTask:
         return make_prompt({"prompt": as_turn(text, self.tokenizer), "answer": answer}, name, self.tokenizer)
 
 
-def right_value(completions: list[Any], answer: list[str], **columns: Any) -> list[float]:
+class RightValue:
     """1 where the completion's first number is the value that was asked for, else 0: to list them all is no answer."""
-    firsts = [NUMBER.search(text_of(completion)) for completion in completions]
-    return [float(first is not None and first[0] == right) for first, right in zip(firsts, answer, strict=True)]
+
+    __name__ = "right_value"
+
+    def __call__(self, completions: list[Any], answer: list[str | int], **columns: Any) -> list[float]:
+        firsts = [NUMBER.search(text_of(completion)) for completion in completions]
+        pairs = zip(firsts, answer, strict=True)
+        return [float(first is not None and first[0] == str(right)) for first, right in pairs]
+
+    def check(self, columns: dict[str, Any]) -> str | None:
+        """What is wrong with a row, if anything."""
+        answer = columns.get("answer")
+        return None if NUMBER.fullmatch(str(answer)) else f"has the answer {answer!r}, which is no whole number"
 
 
 def _codes(draw: random.Random, count: int) -> list[str]:

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from threading import TIMEOUT_MAX
 from typing import Any
 
 from sparse_rl.specs import build, suggestion
@@ -23,7 +24,7 @@ from sparse_rl.tasks.countdown import Countdown
 from sparse_rl.tasks.exact import Exact
 from sparse_rl.tasks.form import Format, Kind, Overlong
 from sparse_rl.tasks.last_number import LastNumber
-from sparse_rl.tasks.lookup import right_value
+from sparse_rl.tasks.lookup import RightValue
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,8 +43,8 @@ class GradingConfig:
     def __post_init__(self) -> None:
         if self.workers < 0:
             raise ValueError(f"grading.workers is {self.workers}; it must be at least 0.")
-        if self.timeout_s <= 0:
-            raise ValueError(f"grading.timeout_s is {self.timeout_s}; it must be above 0.")
+        if not 0 < self.timeout_s <= TIMEOUT_MAX:
+            raise ValueError(f"grading.timeout_s is {self.timeout_s}; it must be above 0 and finite.")
 
 
 def _code(grading: GradingConfig, timeout_s: float = 10.0, memory_mb: int = 1024) -> Reward:
@@ -87,7 +88,7 @@ def _overlong(grading: GradingConfig, limit: int, buffer: int) -> Reward:
 
 
 def _right_value(grading: GradingConfig) -> Reward:
-    return right_value
+    return RightValue()
 
 
 # name: a maker that takes the settings of grading and the reward's own, whose types are those of its parameters
@@ -154,8 +155,10 @@ def _import_module(name: str) -> Any:
 
 def _import_file(path: Path) -> Any:
     """The file as a module of its own, which does not stand in the way of others of its name."""
-    spec = importlib.util.spec_from_file_location(f"reward file {path}", path)
+    name = f"reward file {path}".replace(".", " ")  # a dot would ask for a package
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pickle look there
     spec.loader.exec_module(module)
     return module

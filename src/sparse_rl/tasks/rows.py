@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from sparse_rl.tasks.base import GIVEN, Rewards
+from sparse_rl.tasks.base import ANY_NAME, GIVEN, Reward, Rewards, keywords_of
 from sparse_rl.tasks.files import Table, read_table
 from sparse_rl.tasks.layouts import LAYOUTS, Layout, choose_layout
 from sparse_rl.tasks.prompts import Style, default_template, find_template, make_prompt, short_enough
@@ -90,8 +89,9 @@ class RowsConfig:
         held_out, layouts = [], {layout.name}
         if self.eval_file:
             other = read_table(self.eval_file)
-            held_out = self._prompts(other, self._layout_of(other), rewards, tokenizer, context)
-            layouts.add(self._layout_of(other).name)
+            other_layout = self._layout_of(other)
+            held_out = self._prompts(other, other_layout, rewards, tokenizer, context)
+            layouts.add(other_layout.name)
         else:
             logger.info("nothing is held out for evaluation; --task.eval_file names a file of prompts for it.")
         settings = {"name": self.name, **asdict(self), "train_sha256": table.sha256[:16]}
@@ -179,14 +179,9 @@ def check_columns(prompts: dict[str, Prompt], rewards: Rewards) -> None:
             raise ValueError(f"{where} {wrong}; mend or remove it.")
 
 
-def _wanted(function: Any) -> list[str]:
+def _wanted(function: Reward) -> list[str]:
     """The columns a reward function cannot do without."""
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # some functions written in C say nothing
-        return []
-    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    needed = [p.name for p in parameters if p.kind in named and p.default is inspect.Parameter.empty]
+    needed = [p.name for p in keywords_of(function) if p.kind is not ANY_NAME and p.default is p.empty]
     return [name for name in needed if name not in GIVEN]
 
 

@@ -92,9 +92,11 @@ def make_examples(
     return short_enough(examples, lambda example: example.num_tokens, max_length, "raise data.max_length")
 
 
-def make_example(row: Any, where: str, tokenizer: PreTrainedTokenizerBase, end_ids: tuple[int, ...]) -> Example:
+def make_example(
+    row: dict[str, Any], where: str, tokenizer: PreTrainedTokenizerBase, end_ids: tuple[int, ...]
+) -> Example:
     """A row as an example; `where` names it in errors."""
-    completion = row.get("completion") if isinstance(row, dict) else None
+    completion = row.get("completion")
     if isinstance(completion, list) and len(completion) == 1 and isinstance(completion[0], dict):
         completion = completion[0].get("content")  # TRL's way to write it in a chat
     if not isinstance(completion, str):
