@@ -114,6 +114,25 @@ def test_a_loss_that_is_not_finite_names_its_microbatch(tmp_path, monkeypatch):
     assert rows == found["advantages"].nonzero()[:, 0].tolist()
 
 
+def test_a_bad_batch_has_the_losses_of_its_own_pass(tmp_path, monkeypatch):
+    """Later passes go over the same rollouts."""
+    from sparse_rl.train import update as module
+
+    original, calls = module.policy_loss, []
+
+    def spoiled(*args):
+        calls.append(1)
+        output = original(*args)
+        return replace(output, loss=output.loss * math.nan) if len(calls) == 1 else output
+
+    monkeypatch.setattr(module, "policy_loss", spoiled)
+    trainer_of(tmp_path / "run", replace(ONE, num_iterations=2), steps=1).train()
+    (path,) = (tmp_path / "run" / "bad_batches").iterdir()
+    assert path.name == "step-1-update-1.pt"
+    losses = [loss for _, loss in torch.load(path, weights_only=True)["microbatches"]]
+    assert [math.isnan(loss) for loss in losses] == [i == 0 for i in range(len(calls) // 2)]
+
+
 def test_a_streak_ends_the_run_with_its_weights_saved(tmp_path):
     run = tmp_path / "run"
     trainer = poison(trainer_of(run, SEVERAL, steps=9), range(1, 100))
