@@ -93,9 +93,11 @@ class Run:
         """Start the folder, or take up the run in it; signals are heard, and what ends the run early saves it first."""
         self._open()
         self.guards.listen()
+        begun: list[Observer] = []
         try:
             for observer in self.trainer.observers:
                 observer.on_begin(self.trainer)
+                begun.append(observer)
             yield
         except BaseException as error:
             state = self.unsaved
@@ -105,7 +107,7 @@ class Run:
         finally:
             self.guards.stop_listening()
             self._close()
-            for observer in self.trainer.observers:
+            for observer in begun:
                 observer.on_end()
 
     def to_the_end(self, take_step: Callable[[], None], finish_step: Callable[[dict[str, float], float], None]) -> None:
