@@ -16,6 +16,7 @@ as long as it lasts.
 from __future__ import annotations
 
 import logging
+import math
 from typing import Any
 
 from sparse_rl.metrics import HIGH_REJECTION, REMEDIES
@@ -117,8 +118,8 @@ class Alarms:
         return f"completions have shrunk from {self.longest:.0f} to {mean:.0f} tokens"
 
     def _kl(self, step: int, metrics: dict[str, float]) -> str:
-        if "rollout_corr/k3_kl" in metrics:
-            self.kls = [*self.kls, metrics["rollout_corr/k3_kl"]][-2 * KL_WINDOW :]
+        if math.isfinite(kl := metrics.get("rollout_corr/k3_kl", math.nan)):
+            self.kls = [*self.kls, kl][-2 * KL_WINDOW :]
         if step < SETTLED or len(self.kls) < 2 * KL_WINDOW:
             return ""
         before, now = (sum(part) / KL_WINDOW for part in (self.kls[:KL_WINDOW], self.kls[KL_WINDOW:]))
