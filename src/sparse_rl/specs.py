@@ -5,6 +5,8 @@ rkv                             a name
 rkv:budget=128,interval=32      with settings, each of the type that its field or parameter has
 rkv:128                         the first one without its key, where the caller says which that is
 format:{"pattern": "a{1,2}"}    as JSON, where a value has a comma in it
+
+`suggestion` and `first_line` are words for errors, here and wherever else one is raised.
 """
 
 from __future__ import annotations
@@ -78,7 +80,10 @@ def typed(name: str, settings: dict[str, Any], maker: Callable[..., Any], skip: 
 
 def _read(key: str, value: Any, hint: Any) -> Any:
     """A setting as its hint has it: bool, int, float, str or Literal, any of them or None; or int, else str."""
-    kinds = [kind for kind in (get_args(hint) if isinstance(hint, UnionType) else (hint,)) if kind is not NoneType]
+    options = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+    if value is None and NoneType in options:
+        return None
+    kinds = [kind for kind in options if kind is not NoneType]
     if kinds == [int, str]:
         with suppress(ValueError):
             return _read(key, value, int)
@@ -126,3 +131,8 @@ def suggestion(word: str, known: Iterable[str]) -> str:
     """(did you mean 'rkv'?), if something known is like the word."""
     close = get_close_matches(word, list(known), n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says in one line; its kind, if it says nothing."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

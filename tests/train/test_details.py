@@ -66,7 +66,7 @@ def test_every_step_has_its_own_prompts_and_random_numbers(tmp_path, monkeypatch
     assert starts == [(0, 2), (2, 2), (4, 2)]
     assert len({sampling.seed for sampling in samplings}) == 3
     other = small_trainer(tmp_path / "other", seed=1)
-    assert other._sampling_of(0).seed not in {sampling.seed for sampling in samplings}
+    assert other._seed not in {sampling.seed for sampling in samplings}
 
 
 def test_the_update_is_told_the_samplers_temperature_and_length(tmp_path, monkeypatch):

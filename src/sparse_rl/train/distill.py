@@ -14,7 +14,6 @@ import math
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -117,9 +116,6 @@ class Distiller:
     def on(self) -> AbstractContextManager[None]:
         """The module with the adapter, for as long as this lasts."""
         return self.adapter.on(self.model)
-
-    def save(self, folder: Path, base: Path) -> None:
-        self.adapter.save(folder, base)
 
     def learn(
         self,

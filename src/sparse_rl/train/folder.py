@@ -48,7 +48,8 @@ def chosen_checkpoint(config: RunConfig) -> Path | None:
         return found[-1]
     if given is True:
         lines = read_log(run / "metrics.jsonl") if (run / "metrics.jsonl").exists() else []
-        if config.save_every and lines and lines[-1]["step"] > config.save_every:
+        saved_every = recorded(run).get("config", {}).get("trainer", {}).get("save_every", config.save_every)
+        if saved_every and lines and lines[-1]["step"] > saved_every:
             raise ValueError(
                 f"{run} has taken {lines[-1]['step']} steps, but its checkpoints are gone; give another "
                 "--trainer.output_dir."

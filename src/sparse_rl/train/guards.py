@@ -33,6 +33,7 @@ import torch.distributed as dist
 
 from sparse_rl.rollout.memory import Memory, alone, out_of_memory
 from sparse_rl.score.pack import Packable
+from sparse_rl.specs import first_line
 from sparse_rl.train import checkpoint
 from sparse_rl.train.processes import Stopped, known_to_all
 
@@ -165,7 +166,7 @@ class Guards(Memory):
                 torch.save(item.contents(rewards) | {"step": step}, path)
                 saved = f"its batch is in {path} (torch.load): look for log-probs, advantages or losses out of range"
             except (OSError, RuntimeError) as error:
-                saved = f"its batch could not be saved ({str(error).splitlines()[0]})"
+                saved = f"its batch could not be saved ({first_line(error)})"
             if not others:
                 logger.warning(
                     "the loss (%g) or gradient norm (%g) of an update in step %d is not finite: it changes nothing; "
