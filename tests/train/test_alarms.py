@@ -56,6 +56,9 @@ def test_rewards_that_are_all_equal(caplog):
         "for 3 steps all completions of a prompt had the same reward, whatever the prompt (0.25 now)"
     )
     assert "completions.jsonl" in said
+    ungraded = Alarms()
+    assert [ungraded.look_at_rewards(False, math.nan)["alarm/reward"] for _ in range(3)] == [0, 0, 1]
+    assert "whatever the prompt (none now)" in caplog.text
 
 
 def test_rejection_is_said_once_an_onset(caplog):

@@ -59,11 +59,10 @@ class Alarms:
         return self._raise(signs) | {"alarm/tail": int("tail" in self.on)}
 
     def look_at_rewards(self, differ: bool, mean: float) -> dict[str, float]:
-        """The same with any cache: whether rewards of the step differ where they are compared, and their mean."""
+        """The same with any cache: whether rewards differ where they are compared, and their mean, nan without any."""
         self.equal = 0 if differ else self.equal + 1
-        sign = (
-            f"for {EQUAL} steps all completions of a prompt had the same reward, whatever the prompt ({mean:.3g} now)"
-        )
+        now = "none" if math.isnan(mean) else f"{mean:.3g}"
+        sign = f"for {EQUAL} steps all completions of a prompt had the same reward, whatever the prompt ({now} now)"
         return self._raise({"reward": f"{sign}, so nothing is learnt" if self.equal >= EQUAL else ""})
 
     def _raise(self, signs: dict[str, str]) -> dict[str, float]:
