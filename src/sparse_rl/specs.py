@@ -6,7 +6,7 @@ rkv:budget=128,interval=32      with settings, each of the type that its field o
 rkv:128                         the first one without its key, where the caller says which that is
 format:{"pattern": "a{1,2}"}    as JSON, where a value has a comma in it
 
-`suggestion` and `first_line` are words for errors, here and wherever else one is raised.
+`check_choices` is for settings that come in other ways; `suggestion` and `first_line` are words for any error.
 """
 
 from __future__ import annotations
@@ -116,6 +116,14 @@ READERS: dict[Any, tuple[str, Callable[[str], Any]]] = {
     int: ("a whole number", int),
     float: ("a number", _finite),
 }
+
+
+def check_choices(settings: Any, section: str) -> None:
+    """Raise unless every setting with a list of choices is one of them."""
+    for name, hint in get_type_hints(type(settings)).items():
+        if get_origin(hint) is Literal and getattr(settings, name) not in get_args(hint):
+            choices = ", ".join(get_args(hint))
+            raise ValueError(f"{section}.{name} is {getattr(settings, name)!r}; choose one of {choices}.")
 
 
 def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import json
 import logging
-from dataclasses import asdict
+from contextlib import suppress
+from dataclasses import fields, is_dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -111,8 +112,12 @@ def recorded(run: Path) -> dict[str, Any]:
 
 
 def task_settings(task: Any) -> dict[str, Any]:
-    """A task's settings if it has any, else its kind."""
-    if hasattr(task, "__dataclass_fields__"):
-        return {"name": task.name, **asdict(task)}
-    settings: dict[str, Any] = getattr(task, "settings", {"name": type(task).__name__})
-    return settings
+    """A task's `settings`, or else its name and those of a dataclass's fields that JSON can hold."""
+    if hasattr(task, "settings"):
+        settings: dict[str, Any] = task.settings
+        return settings
+    found: dict[str, Any] = {"name": getattr(task, "name", type(task).__name__)}
+    for field in fields(task) if is_dataclass(task) else ():
+        with suppress(TypeError, ValueError):
+            found[field.name] = json.loads(json.dumps(getattr(task, field.name)))
+    return found
