@@ -19,9 +19,9 @@ from typing import Any
 import torch
 
 from sparse_rl.model.load import LoadedModel, stop_ids
-from sparse_rl.objective.correction import check_choices
 from sparse_rl.score.head import Head
 from sparse_rl.score.pack import Microbatch, Packable, pack
+from sparse_rl.specs import check_choices
 from sparse_rl.tasks.supervised import Example, Examples
 from sparse_rl.train.callbacks import Callbacks
 from sparse_rl.train.config import check_model, check_run

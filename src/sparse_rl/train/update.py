@@ -20,11 +20,12 @@ from typing import Any
 
 import torch
 
-from sparse_rl.objective.correction import Corrected, Correction, check_choices
+from sparse_rl.objective.correction import Corrected, Correction
 from sparse_rl.objective.loss import LossConfig, policy_loss, token_scale
 from sparse_rl.objective.mismatch import TOP, diagnose
 from sparse_rl.score.pack import Microbatch, flatten
 from sparse_rl.score.score import score_microbatch
+from sparse_rl.specs import check_choices
 from sparse_rl.train.batch import OVERLAPS, Batch
 from sparse_rl.train.guards import Guards, optimizer_memory
 from sparse_rl.train.layers import Activations, learner_layers
