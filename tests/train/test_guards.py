@@ -7,7 +7,6 @@ import logging
 import math
 import resource
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,7 +24,7 @@ from small_run import assert_same_run, digits, graded_by
 
 from sparse_rl.metrics import read_log
 from sparse_rl.train import Stopped, guards
-from sparse_rl.train.guards import STREAK, Guards
+from sparse_rl.train.guards import STREAK, BadUpdate, Guards
 
 UPDATES = pytest.mark.parametrize("update", [ONE, SEVERAL], ids=["one update", "several"])
 
@@ -153,9 +152,9 @@ def test_a_streak_ends_the_run_with_its_weights_saved(tmp_path):
 
 def test_updates_that_are_fine_in_between_end_a_streak(tmp_path):
     watched, run = Guards(), tmp_path
-    bad = SimpleNamespace(update=0, loss=math.nan, grad_norm=1.0, contents=lambda rewards: {})
+    bad = BadUpdate(loss=math.nan, grad_norm=1.0, rows=[])
     for step in range(3 * STREAK):
-        watched.note([bad], 2, torch.zeros(1), step, run)
+        watched.note([bad], 2, None, step, run)
         watched.check_finite()
     assert len(list((run / "bad_batches").iterdir())) == guards.MAX_BAD_BATCHES
 
@@ -197,9 +196,9 @@ def test_a_log_without_room_ends_the_run_and_is_cut_back(whole, tmp_path, limit,
 
 
 def test_a_bad_batch_without_room_is_only_said(tmp_path, caplog, limit):
-    bad = SimpleNamespace(update=0, loss=math.nan, grad_norm=1.0, contents=lambda rewards: {"x": torch.zeros(10_000)})
+    bad = BadUpdate(loss=math.nan, grad_norm=1.0, rows=[], contents={"x": torch.zeros(10_000)})
     limit(1000)
     with caplog.at_level(logging.WARNING):
-        Guards().note([bad], 1, torch.zeros(1), 7, tmp_path)
+        Guards().note([bad], 1, None, 7, tmp_path)
     limit(-1)  # pytest has something to write too
     assert "in step 7 is not finite" in caplog.text and "its batch could not be saved" in caplog.text

@@ -191,7 +191,7 @@ class Loop:
         if self.flights:
             count = self.num_unfetched
             batch = max(len(flight.sequences) for flight in self.flights)
-            self.fetches.append((self.flights, self.runner.rows.fetch(self.num_fetched, count, batch)))
+            self.fetches.append((self.flights, self.runner.fetch(self.num_fetched, count, batch)))
             self.num_fetched += count
             self.flights = []
 

@@ -13,6 +13,7 @@ from sparse_rl.kv.compress import compress, rows_at_once
 from sparse_rl.kv.policy import EvictPolicy, KVPolicy
 from sparse_rl.model.attention import no_mask, packed_positions
 from sparse_rl.rollout.decoder import Decoder
+from sparse_rl.rollout.rows import Fetch
 from sparse_rl.rollout.scheduler import Start
 from sparse_rl.rollout.sequence import HeldPrompt, Sequence
 from sparse_rl.types import Prompt
@@ -76,6 +77,9 @@ class Runner:
             self.order = order
         self._update_tables([s for s in sequences if self.num_pages[s.row] != len(_set(s.holding).pages)])
         self.decoder.run(batch, steps)
+
+    def fetch(self, first: int, count: int, batch: int) -> Fetch:
+        return self.rows.fetch(first, count, batch)
 
     def compress_prompts(self, held: list[HeldPrompt]) -> None:
         """Cut freshly prefilled prompts to the policy's target."""

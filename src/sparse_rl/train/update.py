@@ -27,7 +27,7 @@ from sparse_rl.score.pack import Microbatch, flatten
 from sparse_rl.score.score import score_microbatch
 from sparse_rl.specs import check_choices
 from sparse_rl.train.batch import OVERLAPS, Batch
-from sparse_rl.train.guards import Guards, optimizer_memory
+from sparse_rl.train.guards import BadUpdate, Guards, optimizer_memory
 from sparse_rl.train.layers import Activations, learner_layers
 from sparse_rl.train.learner import Learner
 from sparse_rl.train.shares import deal
@@ -86,35 +86,6 @@ class Updated:
     bad: tuple[BadUpdate, ...] = ()  # whose loss or gradient was not finite
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BadUpdate:
-    """An update whose loss or gradient was not finite."""
-
-    update: int  # which of the rollout batch's, from 0
-    members: list[int]  # the rollouts it learnt from
-    batch: Batch
-    losses: Losses
-    loss: float
-    grad_norm: float
-
-    def contents(self, rewards: torch.Tensor) -> dict[str, Any]:
-        """All that went into it, for torch.load; lists go over its rollouts."""
-        rollouts, dense = self.batch.rollouts, self.batch.dense_logprobs.cpu()
-        return {
-            "loss": self.loss,
-            "grad_norm": self.grad_norm,
-            "microbatches": [(list(rows), float(loss)) for rows, loss in self.losses],
-            "prompts": [rollout.prompt.text for rollout in rollouts],
-            "prompt_ids": [list(rollout.prompt.ids) for rollout in rollouts],
-            "token_ids": [rollout.token_ids for rollout in rollouts],
-            "completion_mask": [rollout.completion_mask for rollout in rollouts],
-            "sampler_logprobs": [rollout.sampler_logprobs for rollout in rollouts],
-            "dense_logprobs": [part.clone() for part in dense.split([len(r.token_ids) for r in rollouts])],
-            "advantages": self.batch.advantages.cpu(),
-            "rewards": rewards[self.members],
-        }
-
-
 def update(
     learner: Learner,
     rollouts: list[Rollout],
@@ -167,8 +138,10 @@ def update(
             results.append(result)
             total, norm = result["loss"], result["grad_norm"]
             if not math.isfinite(total + norm):
-                found = BadUpdate(update=i, members=members, batch=part, losses=losses, loss=total, grad_norm=norm)
-                bad.append(found)
+                found = _contents(part, losses)
+                bad.append(
+                    BadUpdate(loss=total, grad_norm=norm, rows=part.rollouts, update=i, members=members, contents=found)
+                )
     learner.masters.to_sampler()
     corrected = batch.correct(batch.tokens, correction)
     row_weights = torch.zeros(batch.num_rows)
@@ -190,6 +163,18 @@ def update(
         accepted=corrected.accepted.cpu(),
         bad=tuple(bad),
     )
+
+
+def _contents(batch: Batch, losses: Losses) -> dict[str, Any]:
+    """What went into an update beside the tokens; lists go over its rollouts, that of microbatches over these."""
+    rollouts, dense = batch.rollouts, batch.dense_logprobs.cpu()
+    return {
+        "microbatches": [(list(rows), float(loss)) for rows, loss in losses],
+        "completion_mask": [rollout.completion_mask for rollout in rollouts],
+        "sampler_logprobs": [rollout.sampler_logprobs for rollout in rollouts],
+        "dense_logprobs": [part.clone() for part in dense.split([len(r.token_ids) for r in rollouts])],
+        "advantages": batch.advantages.cpu(),
+    }
 
 
 def _minibatches(groups: list[int], config: UpdateConfig, generator: torch.Generator) -> Iterator[list[int]]:
