@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from transformers import PreTrainedModel
@@ -16,29 +16,11 @@ from sparse_rl.specs import check_choices
 from sparse_rl.tasks import Rows, Task
 from sparse_rl.train.update import UpdateConfig
 
+if TYPE_CHECKING:  # which imports this module
+    from sparse_rl.train.sft import SFTConfig
+
 BEST = ("eval/dense/reward", "eval/sparse/reward")
-
-
-class RunConfig(Protocol):
-    """What the settings of every run have, whatever it learns from."""
-
-    @property
-    def output_dir(self) -> str: ...
-
-    @property
-    def steps(self) -> int: ...
-
-    @property
-    def seed(self) -> int: ...
-
-    @property
-    def save_every(self) -> int: ...
-
-    @property
-    def save_total_limit(self) -> int | None: ...
-
-    @property
-    def resume_from_checkpoint(self) -> bool | str: ...
+RunConfig: TypeAlias = "TrainerConfig | SFTConfig"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -193,6 +193,7 @@ class SFTTrainer:
         }
 
     def state(self) -> dict[str, Any]:
+        """What else it goes on from: nothing."""
         return {}
 
     def restore(self, state: dict[str, Any]) -> None:

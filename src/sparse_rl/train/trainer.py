@@ -296,7 +296,7 @@ class Trainer:
         }
 
     def state(self) -> dict[str, Any]:
-        """What the budget and the alarms go on from."""
+        """What else it goes on from, as JSON has it: the budget's search, and the alarms'."""
         control = self.controller.state() if self.controller is not None else {}
         return {"alarms": self.alarms.state(), "control": control}
 
