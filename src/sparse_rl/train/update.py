@@ -16,7 +16,6 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -136,12 +135,8 @@ def update(
             learn = partial(_optimise, learner, part, step)
             result, losses = guards.fit(learn, config.max_tokens, part.rollouts, learner)
             results.append(result)
-            total, norm = result["loss"], result["grad_norm"]
-            if not math.isfinite(total + norm):
-                found = _contents(part, losses)
-                bad.append(
-                    BadUpdate(loss=total, grad_norm=norm, rows=part.rollouts, update=i, members=members, contents=found)
-                )
+            if not math.isfinite(result["loss"] + result["grad_norm"]):
+                bad.append(_bad_update(i, members, part, result, losses))
     learner.masters.to_sampler()
     corrected = batch.correct(batch.tokens, correction)
     row_weights = torch.zeros(batch.num_rows)
@@ -165,16 +160,18 @@ def update(
     )
 
 
-def _contents(batch: Batch, losses: Losses) -> dict[str, Any]:
-    """What went into an update beside the tokens; lists go over its rollouts, that of microbatches over these."""
+def _bad_update(update: int, members: list[int], batch: Batch, result: dict[str, float], losses: Losses) -> BadUpdate:
+    """With what went into it; lists go over its rollouts, that of microbatches over these."""
     rollouts, dense = batch.rollouts, batch.dense_logprobs.cpu()
-    return {
+    contents = {
         "microbatches": [(list(rows), float(loss)) for rows, loss in losses],
         "completion_mask": [rollout.completion_mask for rollout in rollouts],
         "sampler_logprobs": [rollout.sampler_logprobs for rollout in rollouts],
         "dense_logprobs": [part.clone() for part in dense.split([len(r.token_ids) for r in rollouts])],
         "advantages": batch.advantages.cpu(),
     }
+    loss, norm = result["loss"], result["grad_norm"]
+    return BadUpdate(loss=loss, grad_norm=norm, rows=rollouts, update=update, members=members, contents=contents)
 
 
 def _minibatches(groups: list[int], config: UpdateConfig, generator: torch.Generator) -> Iterator[list[int]]:
