@@ -104,7 +104,7 @@ def test_logs_are_cut_back_to_the_sizes_of_a_checkpoint(tmp_path):
     log = RunLog(tmp_path)
     for name in RunLog.FILES:
         log.write(name, {"step": 1})
-    sizes = log.sizes()
+    sizes = log.written()
     assert sizes == {name: len(b'{"step": 1}\n') for name in RunLog.FILES}
     log.write("metrics.jsonl", {"step": 2})
     log.write("rejected.jsonl", {"step": 2})

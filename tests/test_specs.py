@@ -41,7 +41,7 @@ def test_settings_are_typed_and_all_forms_agree():
     assert thing("thing:" + ",".join(pairs)) == thing("thing: " + " , ".join(pairs)) == expected
     assert thing(f"thing:{count}," + ",".join(pairs[1:])) == expected
     assert thing("thing:" + json.dumps(settings)) == expected
-    assert thing("thing") == Thing()
+    assert thing("thing") == thing('thing:{"text": null}') == Thing()
     assert thing('thing:{"text": "a,b=c"}') == Thing(text="a,b=c") and thing("thing:text=b=c") == Thing(text="b=c")
     assert thing("thing:share=3") == Thing(share=3.0) and thing('thing:{"share": 3}') == Thing(share=3.0)
     for text, value in (("TRUE", True), ("False", False), ("false", False)):

@@ -31,7 +31,7 @@ def add_section(parser: ArgumentParser, name: str, component: type, leave_out: t
     for field in (field for field in fields(component) if field.name not in leave_out):
         assert field.default is not MISSING, f"{component.__name__}.{field.name} needs a default"
         default = list(field.default) if isinstance(field.default, tuple) else field.default
-        hint = str if get_origin(hints[field.name]) is Literal else one_or_several(hints[field.name])
+        hint = flag_type(hints[field.name])
         group.add_argument(f"--{name}.{field.name}", type=hint, default=default, help=texts[field.name])
 
 
@@ -80,8 +80,8 @@ def add_correction_section(parser: ArgumentParser) -> None:
     group.add_argument("--correction.preset", type=str, default="sparse_rl", help=f"one of {', '.join(PRESETS)}")
     hints, texts = get_type_hints(Correction), field_texts(Correction)
     for field in fields(Correction):
-        hint = str if get_origin(hints[field.name]) is Literal else hints[field.name]
-        group.add_argument(f"--correction.{field.name}", type=hint | None, default=None, help=texts[field.name])
+        hint = flag_type(hints[field.name]) | None
+        group.add_argument(f"--correction.{field.name}", type=hint, default=None, help=texts[field.name])
 
 
 def build_correction(section: Namespace) -> Correction:
@@ -104,9 +104,8 @@ def _add_choice(parser: ArgumentParser, section: str, key: str, default: str, co
             meanings = settings.setdefault(field.name, (hints[field.name], {}))[1]
             meanings.setdefault(texts[field.name], {}).setdefault(str(field.default), []).append(name)
     for name, (hint, meanings) in settings.items():
-        hint = str if get_origin(hint) is Literal else one_or_several(hint)  # the component itself knows the choices
         help = "; ".join(f"{text} [{_by_default(defaults)}]" for text, defaults in meanings.items())
-        group.add_argument(f"--{section}.{name}", type=hint | None, default=None, help=help)
+        group.add_argument(f"--{section}.{name}", type=flag_type(hint) | None, default=None, help=help)
 
 
 def _by_default(names: dict[str, list[str]]) -> str:
@@ -132,6 +131,11 @@ def _tuples(component: type, given: dict[str, Any]) -> dict[str, Any]:
         key: (tuple(value) if isinstance(value, list) else (value,)) if key in several and value is not None else value
         for key, value in given.items()
     }
+
+
+def flag_type(hint: Any) -> Any:
+    """What a flag is read as: a text where there are choices, which the component itself knows."""
+    return str if get_origin(hint) is Literal else one_or_several(hint)
 
 
 def one_or_several(hint: Any) -> Any:

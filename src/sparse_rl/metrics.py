@@ -187,13 +187,8 @@ class RunLog:
             except OSError as error:  # some file systems find only now that there is no room
                 raise _full(file, error) from error
 
-    def sizes(self) -> dict[str, int]:
-        """Bytes on disk of each file, for a checkpoint."""
-        self.sync()
-        return self.written()
-
     def written(self) -> dict[str, int]:
-        """Bytes of each file, on disk or on the way."""
+        """Bytes of each file, on disk or on the way, for a checkpoint."""
         return {name: os.fstat(file.fileno()).st_size for name, file in self.files.items()}
 
     def close(self) -> None:

@@ -5,6 +5,8 @@ rkv                             a name
 rkv:budget=128,interval=32      with settings, each of the type that its field or parameter has
 rkv:128                         the first one without its key, where the caller says which that is
 format:{"pattern": "a{1,2}"}    as JSON, where a value has a comma in it
+
+`check_choices` is for settings that come in other ways; `suggestion` and `first_line` are words for any error.
 """
 
 from __future__ import annotations
@@ -78,7 +80,10 @@ def typed(name: str, settings: dict[str, Any], maker: Callable[..., Any], skip: 
 
 def _read(key: str, value: Any, hint: Any) -> Any:
     """A setting as its hint has it: bool, int, float, str or Literal, any of them or None; or int, else str."""
-    kinds = [kind for kind in (get_args(hint) if isinstance(hint, UnionType) else (hint,)) if kind is not NoneType]
+    options = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+    if value is None and NoneType in options:
+        return None
+    kinds = [kind for kind in options if kind is not NoneType]
     if kinds == [int, str]:
         with suppress(ValueError):
             return _read(key, value, int)
@@ -113,6 +118,14 @@ READERS: dict[Any, tuple[str, Callable[[str], Any]]] = {
 }
 
 
+def check_choices(settings: Any, section: str) -> None:
+    """Raise unless every setting with a list of choices is one of them."""
+    for name, hint in get_type_hints(type(settings)).items():
+        if get_origin(hint) is Literal and getattr(settings, name) not in get_args(hint):
+            choices = ", ".join(get_args(hint))
+            raise ValueError(f"{section}.{name} is {getattr(settings, name)!r}; choose one of {choices}.")
+
+
 def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """A JSON object whose keys differ, as json's object_pairs_hook."""
     found = dict(pairs)
@@ -126,3 +139,8 @@ def suggestion(word: str, known: Iterable[str]) -> str:
     """(did you mean 'rkv'?), if something known is like the word."""
     close = get_close_matches(word, list(known), n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says in one line; its kind, if it says nothing."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -127,7 +127,7 @@ class FakeRunner:
         assert len({sequence.row for sequence in running}) == len(running)
         for sequence in running:
             self.verify(sequence)
-            words = [("token", sequence.request, sequence.context - 1 + step) for step in range(steps)]
+            words = [("token", sequence.request, sequence.seen + step) for step in range(steps)]
             self.write(sequence.holding.pages, sequence.num_entries, words)
             self.expected[sequence.request] += words
         for _ in range(steps):
@@ -136,10 +136,10 @@ class FakeRunner:
     def compress(self, due) -> None:
         self.called()
         for sequence in due:
-            kept = self.expected[sequence.request][-self.policy.target(sequence.prompt_len, sequence.context - 1) :]
+            kept = self.expected[sequence.request][-self.policy.target(sequence.prompt_len, sequence.seen) :]
             self.write(sequence.holding.pages, 0, kept)
             self.expected[sequence.request] = kept
-            self.firings[sequence.request].append((sequence.context - 1, len(kept)))
+            self.firings[sequence.request].append((sequence.seen, len(kept)))
 
     def save(self, sequence, pages) -> None:
         self.called()

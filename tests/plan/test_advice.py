@@ -9,9 +9,9 @@ import pytest
 import torch
 from long_run import BIG, H200, held, long_run
 
-from sparse_rl.kv import RKV, Full
+from sparse_rl.kv import RKV, Full, SnapKV
 from sparse_rl.model.shapes import shape_config
-from sparse_rl.plan import Device, make_plan, model_size, remedies, rows_that_fit, summary, together
+from sparse_rl.plan import Device, as_json, make_plan, model_size, remedies, rows_that_fit, summary, together
 from sparse_rl.plan.memory import largest
 
 
@@ -94,6 +94,33 @@ def test_advice_does_not_name_what_is_not_needed(qwen):
     settings = [remedy.setting for remedy in remedies(dense)]
     assert any(setting.startswith("kv.policy rkv") for setting in settings)
     assert [remedy.setting.split()[0] for remedy in together(dense)] == ["engine.rows"]
+
+
+def test_a_pool_that_was_given_stays_as_it_is_until_it_is_left_out(qwen):
+    """One that is too large for the device is not made smaller by a sparse policy."""
+    run = long_run(kv=Full(), pool_pages=40_000, activations="recompute", moments="8bit")
+    plan = make_plan(qwen, run, H200)
+    assert not plan.rollout_fits and plan.pool_fits
+    found = {remedy.setting: remedy.plan for remedy in remedies(plan)}
+    assert all(after.run.pool_pages == 40_000 for setting, after in found.items() if "pool" not in setting)
+    (left_out,) = [after.run for setting, after in found.items() if "pool" in setting]
+    assert left_out == replace(run, pool_pages=None)
+    assert together(plan)[0].setting == "engine.pool_pages null --engine.pool_bytes null"
+
+
+def test_a_budget_is_not_halved_below_what_it_protects(qwen):
+    run = long_run(kv=SnapKV(budget=300, window=200), rows=2000, requests=2000, activations="recompute")
+    plan = make_plan(qwen, run, H200)
+    assert not plan.rollout_fits
+    assert not [remedy.setting for remedy in remedies(plan) if remedy.setting.startswith("kv.budget")]
+
+
+def test_on_a_cpu_what_is_held_adds_up_to_the_peak(qwen):
+    """There the host's memory is the device's."""
+    cpu = Device(name="a CPU", memory=10**13, cuda=False)
+    numbers = as_json(make_plan(qwen, long_run(distill=qwen.adapters(8), activations="recompute"), cpu))
+    assert all(sum(phase["holds"].values()) == phase["peak_bytes"] for phase in numbers["phases"].values())
+    assert numbers["host"] == {} and "positions kept" in numbers["phases"]["rollout"]["holds"]
 
 
 def test_largest():

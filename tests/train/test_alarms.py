@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 
 import pytest
@@ -55,6 +56,9 @@ def test_rewards_that_are_all_equal(caplog):
         "for 3 steps all completions of a prompt had the same reward, whatever the prompt (0.25 now)"
     )
     assert "completions.jsonl" in said
+    ungraded = Alarms()
+    assert [ungraded.look_at_rewards(False, math.nan)["alarm/reward"] for _ in range(3)] == [0, 0, 1]
+    assert "whatever the prompt (none now)" in caplog.text
 
 
 def test_rejection_is_said_once_an_onset(caplog):
@@ -144,6 +148,13 @@ def test_a_kl_that_does_not_settle(caplog):
     assert settled == [set()] * 300
     tiny = flags(Alarms(), lambda step: FINE | {"rollout_corr/k3_kl": 1e-6 * 1.02**step}, 250)
     assert tiny == [set()] * 250
+
+
+def test_a_step_whose_kl_is_not_finite_says_nothing_of_how_it_rises():
+    def broken(step):
+        return FINE | {"rollout_corr/k3_kl": math.nan if step == 180 else 0.01}
+
+    assert flags(Alarms(), broken, 300) == [set()] * 300
 
 
 @pytest.mark.parametrize("cut", [5, 25, 41])

@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+import json
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import pytest
@@ -20,7 +21,7 @@ from sparse_rl.objective.loss import LossConfig
 from sparse_rl.rollout import Engine, EngineConfig, Sampling
 from sparse_rl.score import score
 from sparse_rl.score.head import Head
-from sparse_rl.train import UpdateConfig
+from sparse_rl.train import ControlConfig, UpdateConfig
 from sparse_rl.train.learner import Learner
 from sparse_rl.train.master import MasterWeights
 from sparse_rl.train.update import _minibatches, update
@@ -66,7 +67,26 @@ def test_every_step_has_its_own_prompts_and_random_numbers(tmp_path, monkeypatch
     assert starts == [(0, 2), (2, 2), (4, 2)]
     assert len({sampling.seed for sampling in samplings}) == 3
     other = small_trainer(tmp_path / "other", seed=1)
-    assert other._sampling_of(0).seed not in {sampling.seed for sampling in samplings}
+    assert other._seed not in {sampling.seed for sampling in samplings}
+
+
+def test_a_task_of_ones_own_may_have_any_attributes(tmp_path, loaded):
+    """run.json has what JSON can hold of them; `train` and `eval` are the trainer's business in `Rows` alone."""
+
+    @dataclass
+    class Own:
+        tokenizer: object
+        train: str = "train.jsonl"
+        most: int = 9
+        eval = None
+        rewards = TASK.rewards
+        stream, held_out = staticmethod(TASK.stream), staticmethod(TASK.held_out)
+
+    small_trainer(
+        tmp_path / "run", steps=1, task=Own(loaded.tokenizer), parts={"control": ControlConfig(auto=True)}
+    ).train()
+    recorded = json.loads((tmp_path / "run" / "run.json").read_text())["config"]["task"]
+    assert recorded == {"name": "Own", "train": "train.jsonl", "most": 9}
 
 
 def test_the_update_is_told_the_samplers_temperature_and_length(tmp_path, monkeypatch):

@@ -7,7 +7,6 @@ import logging
 import math
 import resource
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,7 +24,7 @@ from small_run import assert_same_run, digits, graded_by
 
 from sparse_rl.metrics import read_log
 from sparse_rl.train import Stopped, guards
-from sparse_rl.train.guards import STREAK, Guards
+from sparse_rl.train.guards import STREAK, BadUpdate, Guards
 
 UPDATES = pytest.mark.parametrize("update", [ONE, SEVERAL], ids=["one update", "several"])
 
@@ -114,6 +113,25 @@ def test_a_loss_that_is_not_finite_names_its_microbatch(tmp_path, monkeypatch):
     assert rows == found["advantages"].nonzero()[:, 0].tolist()
 
 
+def test_a_bad_batch_has_the_losses_of_its_own_pass(tmp_path, monkeypatch):
+    """Later passes go over the same rollouts."""
+    from sparse_rl.train import update as module
+
+    original, calls = module.policy_loss, []
+
+    def spoiled(*args):
+        calls.append(1)
+        output = original(*args)
+        return replace(output, loss=output.loss * math.nan) if len(calls) == 1 else output
+
+    monkeypatch.setattr(module, "policy_loss", spoiled)
+    trainer_of(tmp_path / "run", replace(ONE, num_iterations=2), steps=1).train()
+    (path,) = (tmp_path / "run" / "bad_batches").iterdir()
+    assert path.name == "step-1-update-1.pt"
+    losses = [loss for _, loss in torch.load(path, weights_only=True)["microbatches"]]
+    assert [math.isnan(loss) for loss in losses] == [i == 0 for i in range(len(calls) // 2)]
+
+
 def test_a_streak_ends_the_run_with_its_weights_saved(tmp_path):
     run = tmp_path / "run"
     trainer = poison(trainer_of(run, SEVERAL, steps=9), range(1, 100))
@@ -134,9 +152,9 @@ def test_a_streak_ends_the_run_with_its_weights_saved(tmp_path):
 
 def test_updates_that_are_fine_in_between_end_a_streak(tmp_path):
     watched, run = Guards(), tmp_path
-    bad = SimpleNamespace(update=0, loss=math.nan, grad_norm=1.0, contents=lambda rewards: {})
+    bad = BadUpdate(loss=math.nan, grad_norm=1.0, rows=[])
     for step in range(3 * STREAK):
-        watched.note([bad], 2, torch.zeros(1), step, run)
+        watched.note([bad], 2, None, step, run)
         watched.check_finite()
     assert len(list((run / "bad_batches").iterdir())) == guards.MAX_BAD_BATCHES
 
@@ -178,9 +196,9 @@ def test_a_log_without_room_ends_the_run_and_is_cut_back(whole, tmp_path, limit,
 
 
 def test_a_bad_batch_without_room_is_only_said(tmp_path, caplog, limit):
-    bad = SimpleNamespace(update=0, loss=math.nan, grad_norm=1.0, contents=lambda rewards: {"x": torch.zeros(10_000)})
+    bad = BadUpdate(loss=math.nan, grad_norm=1.0, rows=[], contents={"x": torch.zeros(10_000)})
     limit(1000)
     with caplog.at_level(logging.WARNING):
-        Guards().note([bad], 1, torch.zeros(1), 7, tmp_path)
+        Guards().note([bad], 1, None, 7, tmp_path)
     limit(-1)  # pytest has something to write too
     assert "in step 7 is not finite" in caplog.text and "its batch could not be saved" in caplog.text

@@ -42,6 +42,27 @@ def test_observers_are_told_and_the_run_ends_for_them_even_when_it_fails(tmp_pat
     assert events[-1] == "end"
 
 
+def test_an_observer_that_cannot_begin_is_what_the_run_ends_with(tmp_path):
+    """Those that had not begun by then are not told of an end."""
+    events = []
+
+    class Named(Observer):
+        def __init__(self, name, error=None):
+            self.name, self.error = name, error
+
+        def on_begin(self, trainer):
+            if self.error is not None:
+                raise self.error
+
+        def on_end(self):
+            events.append(self.name)
+
+    observers = (Named("first"), Named("broken", ConnectionError("no tracker there")), Named("later"))
+    with pytest.raises(ConnectionError, match="no tracker there"):
+        small_trainer(tmp_path / "run", steps=1, observers=observers).train()
+    assert events == ["first"]
+
+
 def test_transformers_callbacks_see_the_run(tmp_path):
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("accelerate")

@@ -173,6 +173,20 @@ def test_a_run_whose_checkpoints_are_gone_keeps_its_logs(whole, tmp_path):
     assert (run / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()
 
 
+def test_a_run_that_was_to_save_later_starts_over(whole, tmp_path, caplog):
+    """Whether checkpoints are gone is a question of how often the run saved, not of how often it is to save now."""
+    run = tmp_path / "run"
+    shutil.copytree(whole, run)
+    for folder in checkpoint.checkpoints(run):
+        shutil.rmtree(folder)
+    record = json.loads((run / "run.json").read_text())
+    record["config"]["trainer"]["save_every"] = 50
+    (run / "run.json").write_text(json.dumps(record))
+    small_trainer(run, resume_from_checkpoint=True).train()
+    assert "has no checkpoint yet; the run starts over" in caplog.text
+    assert_same_run(run, whole)
+
+
 def test_two_processes_do_not_share_a_run(tmp_path):
     (tmp_path / "run").mkdir()
     with lock(tmp_path / "run"), pytest.raises(ValueError, match="another process is training in"):
@@ -201,6 +215,7 @@ def test_a_checkpoint_of_another_model_is_refused(whole, tmp_path):
         ("sparse_rl.train.checkpoint._to_disk", OSError(28, "No space left on device")),
         ("torch.save", RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos\nframe #0")),
         ("torch.distributed.checkpoint.filesystem._write_item", OSError(28, "No space left on device")),
+        ("sparse_rl.train.checkpoint._to_disk", RuntimeError()),
     ],
 )
 def test_a_full_disk_keeps_the_last_checkpoint(whole, tmp_path, monkeypatch, writer, error):

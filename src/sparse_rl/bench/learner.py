@@ -26,13 +26,13 @@ from sparse_rl.bench.meter import synchronize
 from sparse_rl.bench.roofline import device_limits
 from sparse_rl.model.load import LoadedModel
 from sparse_rl.model.shapes import random_model, shape_config
-from sparse_rl.objective.correction import PRESETS, check_choices
+from sparse_rl.objective.correction import PRESETS
 from sparse_rl.objective.loss import LossConfig
 from sparse_rl.objective.mismatch import overlap_ids
-from sparse_rl.rollout.decoder import first_line
 from sparse_rl.runfolder import hardware
 from sparse_rl.score import score
 from sparse_rl.score.head import Head
+from sparse_rl.specs import check_choices, first_line
 from sparse_rl.train.learner import Learner, OptimizerConfig
 from sparse_rl.train.update import UpdateConfig, update
 from sparse_rl.types import KVStats, Prompt, Rollout

@@ -34,8 +34,8 @@ from sparse_rl.model.load import LoadedModel
 from sparse_rl.model.sampler_adapter import SamplerAdapter
 from sparse_rl.model.shapes import random_model, shape_config
 from sparse_rl.rollout import Engine, EngineConfig, Progress, Sampling
-from sparse_rl.rollout.decoder import first_line
 from sparse_rl.runfolder import hardware
+from sparse_rl.specs import first_line
 from sparse_rl.types import Prompt, Rollout
 
 WARM_TOKENS = 8  # beyond the first compression

@@ -7,7 +7,7 @@ import logging
 import sys
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 from sparse_rl.cli.parsing import add_model, make_parser, model_dtype, parse, quiet_bars
 
@@ -127,12 +127,12 @@ def add_fields(parser: ArgumentParser, component: type) -> None:
     """A flag for every field of the settings, without a section's name."""
     from jsonargparse import ActionYesNo
 
-    from sparse_rl.config import field_texts, one_or_several
+    from sparse_rl.config import field_texts, flag_type
 
     hints, texts = get_type_hints(component), field_texts(component)
     for field in fields(component):
         hint = hints[field.name]
-        flag: dict[str, Any] = {"type": str if get_origin(hint) is Literal else one_or_several(hint)}
+        flag: dict[str, Any] = {"type": flag_type(hint)}
         if hint is bool:
             flag = {"action": ActionYesNo(no_prefix="no-")}
         default = list(field.default) if isinstance(field.default, tuple) else field.default

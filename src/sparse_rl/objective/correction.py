@@ -10,9 +10,11 @@ clamped to +-20 before `exp`, so a weight is finite; the veto reads the raw one.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Literal
 
 import torch
+
+from sparse_rl.specs import check_choices
 
 MAX_LOG_RATIO = 20.0
 CHANCE = 0.1  # of a rollout that is no worse than `hazard` to be rejected, at most, whatever its length
@@ -76,14 +78,6 @@ class Correction:
     def needs_batch(self) -> bool:
         """Whether a microbatch's loss depends on the rest of the batch, so that scores must come first."""
         return self.normalize or self.denominator == "surviving"
-
-
-def check_choices(settings: Any, section: str) -> None:
-    """Raise unless every setting with a list of choices is one of them."""
-    for name, hint in get_type_hints(type(settings)).items():
-        if get_origin(hint) is Literal and getattr(settings, name) not in get_args(hint):
-            choices = ", ".join(get_args(hint))
-            raise ValueError(f"{section}.{name} is {getattr(settings, name)!r}; choose one of {choices}.")
 
 
 PRESETS: dict[str, Correction] = {

@@ -17,7 +17,8 @@ from typing import Literal
 
 import torch
 
-from sparse_rl.objective.correction import MAX_LOG_RATIO, check_choices, sum_rows
+from sparse_rl.objective.correction import MAX_LOG_RATIO, sum_rows
+from sparse_rl.specs import check_choices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

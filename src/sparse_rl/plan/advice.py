@@ -8,9 +8,9 @@ change what is learnt or what it costs.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
-from sparse_rl.kv import RKV, EvictPolicy, Full, KVPolicy
+from sparse_rl.kv import RKV, EvictPolicy, Full, KVPolicy, build_policy
 from sparse_rl.plan.memory import Plan, largest, make_plan
 from sparse_rl.plan.records import Device, Run
 from sparse_rl.plan.size import ModelSize
@@ -136,6 +136,12 @@ def _moments_in_8bit(plan: Plan) -> tuple[str, Run] | None:
     return "optimizer.kind adamw_8bit", replace(plan.run, moments="8bit")
 
 
+def _pool_of_its_own(plan: Plan) -> tuple[str, Run] | None:
+    if plan.rollout_fits or plan.run.pool_pages is None:
+        return None
+    return "engine.pool_pages null --engine.pool_bytes null", replace(plan.run, pool_pages=None)
+
+
 def _fewer_rows(plan: Plan) -> tuple[str, Run] | None:
     if plan.rollout_fits or plan.run.pool_pages is not None:
         return None
@@ -152,7 +158,7 @@ def _sparse(plan: Plan) -> tuple[str, Run] | None:
         return None
     policy = RKV()
     setting = f"kv.policy rkv --kv.budget {policy.budget} --kv.interval {policy.interval}"
-    return setting, replace(plan.run, kv=policy, pool_pages=None)
+    return setting, replace(plan.run, kv=policy)
 
 
 def _smaller_budget(plan: Plan) -> tuple[str, Run] | None:
@@ -162,8 +168,11 @@ def _smaller_budget(plan: Plan) -> tuple[str, Run] | None:
     half = policy.budget // 2
     if half < SMALLEST_BUDGET or half <= auto:
         return None
-    setting = "control.largest" if auto else "kv.budget"
-    return f"{setting} {half}", replace(plan.run, kv=replace(policy, budget=half))
+    try:
+        smaller = build_policy(policy.name, **asdict(policy) | {"budget": half})
+    except ValueError:  # less than it protects
+        return None
+    return f"{'control.largest' if auto else 'kv.budget'} {half}", replace(plan.run, kv=smaller)
 
 
 def _more_ranks(plan: Plan) -> tuple[str, Run] | None:
@@ -188,6 +197,7 @@ def _lora(plan: Plan) -> tuple[str, Run] | None:
 CHANGES: tuple[tuple[str, Change], ...] = (
     ("more forwards of fewer tokens", _fewer_tokens),
     ("every layer's forward runs twice", _activations("recompute")),
+    ("the pool is as large as the rows need, or as there is room for", _pool_of_its_own),
     ("rollouts take longer", _fewer_rows),
     ("and hidden states travel to host memory", _activations("offload")),
     ("moments are rounded", _moments_in_8bit),

@@ -37,9 +37,18 @@ class Plan:
     pages_wanted: int  # for all rows at their longest
     pages: int  # the engine takes: what is free, less its reserve
 
+    @property
+    def in_host_memory(self) -> list[Footprint]:
+        """What a GPU does not hold; a CPU's memory is the host's."""
+        return [line for line in self.lines if line.where == "host" and self.device.cuda]
+
+    def holds(self, *stages: str) -> list[Footprint]:
+        """What is on the device at any of the stages."""
+        elsewhere = self.in_host_memory
+        return [line for line in self.lines if line not in elsewhere and not set(stages).isdisjoint(line.stages)]
+
     def held(self, stage: str, *, driver: bool = True) -> int:
-        places = {"device", *(["driver"] * driver), *(["host"] * (not self.device.cuda))}
-        return sum(line.bytes for line in self.lines if stage in line.stages and line.where in places)
+        return sum(line.bytes for line in self.holds(stage) if driver or line.where != "driver")
 
     @property
     def learning(self) -> str:

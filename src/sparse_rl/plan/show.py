@@ -50,17 +50,13 @@ def lines(plan: Plan) -> list[str]:
         "",
         f"{'':26}{'rollout':>10}{'learning':>10}",
     ]
-    held = [line for line in plan.lines if line.where != "host" or not plan.device.cuda]
-    for line in held:
-        if not {"rollout", plan.learning} & {*line.stages}:
-            continue
+    for line in plan.holds("rollout", plan.learning):
         shown = [gb(line.bytes) if stage in line.stages else "" for stage in ("rollout", plan.learning)]
         text.append(f"{line.name:26}{shown[0]:>10}{shown[1]:>10}   {line.formula}")
     peaks = [gb(plan.held(stage)) for stage in ("rollout", plan.learning)]
     text.append(f"{'peak':26}{peaks[0]:>10}{peaks[1]:>10}   of {gb(plan.device.memory)}; {STAGES[plan.learning]}")
-    for line in plan.lines:
-        if line not in held:
-            text.append(f"{'in host memory':26}{gb(line.bytes):>20}   {line.name}: {line.formula}")
+    for line in plan.in_host_memory:
+        text.append(f"{'in host memory':26}{gb(line.bytes):>20}   {line.name}: {line.formula}")
     dense, sparse = rows_by_policy(plan)
     text += [
         "",
@@ -106,13 +102,11 @@ def as_json(plan: Plan) -> dict[str, Any]:
             phase: {
                 "peak_bytes": plan.held(stage),
                 "allocated_bytes": plan.held(stage, driver=False),
-                "holds": {
-                    line.name: line.bytes for line in plan.lines if stage in line.stages and line.where != "host"
-                },
+                "holds": {line.name: line.bytes for line in plan.holds(stage)},
             }
             for phase, stage in (("rollout", "rollout"), ("learning", plan.learning))
         },
-        "host": {line.name: line.bytes for line in plan.lines if line.where == "host"},
+        "host": {line.name: line.bytes for line in plan.in_host_memory},
         "formulas": {line.name: line.formula for line in plan.lines},
         "rows": {"asked": plan.run.rows, "in_flight": plan.rows_in_flight, "dense": dense, "sparse": sparse},
         "remedies": [] if plan.fits else [_remedy(remedy) for remedy in remedies(plan)],

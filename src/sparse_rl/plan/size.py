@@ -18,6 +18,7 @@ from sparse_rl.model.attention import NAME, no_mask
 from sparse_rl.model.dry_run import AttentionShape
 from sparse_rl.model.load import EMBEDDED, check_name
 from sparse_rl.model.tiny import tiny_model
+from sparse_rl.specs import first_line
 from sparse_rl.train.layers import decoder_layers
 
 PROBES = (32, 64)  # tokens of the two passes whose difference is what a token costs
@@ -68,9 +69,8 @@ def model_config(name: str, *, download: bool) -> PretrainedConfig:
     try:
         config: Any = AutoConfig.from_pretrained(path, local_files_only=not download)
     except Exception as error:  # whatever the library, the hub or the file system says
-        first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
         where = "this folder" if Path(name).exists() else "the hub" if download else "the local cache"
-        raise ValueError(f"the configuration of {name!r} is not to be had from {where}: {first_line}") from error
+        raise ValueError(f"the configuration of {name!r} is not to be had from {where}: {first_line(error)}") from error
     assert isinstance(config, PretrainedConfig)
     return config
 

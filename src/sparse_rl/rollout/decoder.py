@@ -27,6 +27,7 @@ from sparse_rl.model.dry_run import waits_for_device
 from sparse_rl.rollout.fusion import Group, find_groups, fused
 from sparse_rl.rollout.rows import ADVANCE, ENTRIES, INDEX, KEY, POSITION, TOKEN, Rows
 from sparse_rl.rollout.sampler import Sampling
+from sparse_rl.specs import first_line
 
 logger = logging.getLogger(__name__)
 
@@ -235,10 +236,6 @@ def recover_from_failed_capture(device: torch.device) -> None:
         torch._C._cuda_endAllocateToPool(device.index or 0, pool)
     graph_memory.cache_clear()
     torch.cuda.synchronize(device)
-
-
-def first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def batch_sizes(num_rows: int) -> list[int]:

@@ -212,11 +212,6 @@ class Engine:
             raise RuntimeError("this engine is in the middle of a call; a callback needs an engine of its own.")
 
     @property
-    def context(self) -> int:
-        """Most tokens the model's positions reach."""
-        return self.loaded.context
-
-    @property
     def _page_bytes(self) -> int:
         return self.kv.page_bytes(self.loaded.shape, self.page_size)
 
@@ -228,7 +223,7 @@ class Engine:
         if self.config.pool_pages is not None:
             return self.config.pool_pages
         if self.config.pool_bytes is not None:
-            return max(self.config.pool_bytes, 0) // self._page_bytes
+            return self.config.pool_bytes // self._page_bytes
         largest = max(self._pages_needed(sequence) for sequence in sequences)
         wanted = largest * (min(self.config.rows, len(sequences)) + 1)
         held = self.cache.num_pages if self.cache is not None else 0
@@ -255,7 +250,7 @@ class Engine:
     def _max_entries(self, sequences: list[Sequence]) -> int:
         """A row ever holds, with room for later calls, so that their graphs are these."""
         longest = max(entries_reached(self.kv, sequence) for sequence in sequences)
-        return min(self.kv.bound or 1 << (longest - 1).bit_length(), self.context)
+        return min(self.kv.bound or 1 << (longest - 1).bit_length(), self.loaded.context)
 
     def _check_fits(self, num_pages: int, sequences: list[Sequence]) -> None:
         worst = max(sequences, key=self._pages_needed)

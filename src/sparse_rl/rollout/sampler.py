@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How tokens are drawn."""
+"""How tokens are drawn: the settings. kernels/sampling.py draws."""
 
 from __future__ import annotations
 

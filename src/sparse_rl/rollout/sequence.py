@@ -37,14 +37,9 @@ class Sequence:
     finish_reason: FinishReason | None = None
 
     @property
-    def context(self) -> int:
-        """Logical: prompt and sampled tokens. The newest is written to the cache by the next decode step."""
-        return self.prompt_len + self.num_drawn
-
-    @property
     def seen(self) -> int:
-        """Logical: tokens that have been through the model, so the position of the newest."""
-        return self.context - 1
+        """Logical: tokens that have been through the model, so the position of the newest, which is still to go."""
+        return self.prompt_len + self.num_drawn - 1
 
     @property
     def final_entries(self) -> int:

@@ -16,6 +16,7 @@ as long as it lasts.
 from __future__ import annotations
 
 import logging
+import math
 from typing import Any
 
 from sparse_rl.metrics import HIGH_REJECTION, REMEDIES
@@ -58,11 +59,10 @@ class Alarms:
         return self._raise(signs) | {"alarm/tail": int("tail" in self.on)}
 
     def look_at_rewards(self, differ: bool, mean: float) -> dict[str, float]:
-        """The same with any cache: whether rewards of the step differ where they are compared, and their mean."""
+        """The same with any cache: whether rewards differ where they are compared, and their mean, nan without any."""
         self.equal = 0 if differ else self.equal + 1
-        sign = (
-            f"for {EQUAL} steps all completions of a prompt had the same reward, whatever the prompt ({mean:.3g} now)"
-        )
+        now = "none" if math.isnan(mean) else f"{mean:.3g}"
+        sign = f"for {EQUAL} steps all completions of a prompt had the same reward, whatever the prompt ({now} now)"
         return self._raise({"reward": f"{sign}, so nothing is learnt" if self.equal >= EQUAL else ""})
 
     def _raise(self, signs: dict[str, str]) -> dict[str, float]:
@@ -117,8 +117,8 @@ class Alarms:
         return f"completions have shrunk from {self.longest:.0f} to {mean:.0f} tokens"
 
     def _kl(self, step: int, metrics: dict[str, float]) -> str:
-        if "rollout_corr/k3_kl" in metrics:
-            self.kls = [*self.kls, metrics["rollout_corr/k3_kl"]][-2 * KL_WINDOW :]
+        if math.isfinite(kl := metrics.get("rollout_corr/k3_kl", math.nan)):
+            self.kls = [*self.kls, kl][-2 * KL_WINDOW :]
         if step < SETTLED or len(self.kls) < 2 * KL_WINDOW:
             return ""
         before, now = (sum(part) / KL_WINDOW for part in (self.kls[:KL_WINDOW], self.kls[KL_WINDOW:]))

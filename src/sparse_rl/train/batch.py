@@ -36,7 +36,6 @@ class Batch:
         names = OVERLAPS if completions.top_ids is not None else ()
         self.overlap = {name: torch.full_like(completions.sampler_logprobs, math.nan) for name in names}
         self.observed: list[torch.Tensor] = []  # tokens of which only this process knows
-        self.losses: list[tuple[tuple[int, ...], torch.Tensor]] = []  # of the microbatches learnt from, with their rows
         truncated = torch.tensor([rollout.finish_reason == "length" for rollout in rollouts], device=device)
         left_out = truncated & loss.mask_truncated_completions
         self.in_loss = completions.mask & ~left_out[self.rows]

@@ -21,32 +21,28 @@ import os
 import re
 import shutil
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
 
 from sparse_rl.model.load import LoadedModel
 from sparse_rl.model.lora import ADAPTER, save_model
+from sparse_rl.specs import first_line
 from sparse_rl.train.learner import Learner
 from sparse_rl.train.processes import is_lost
 from sparse_rl.train.shard_files import read_shards, whole_masters, write_shards
 
+if TYPE_CHECKING:  # which imports the guards, which import this module
+    from sparse_rl.train.distill import Distiller
+
 STATE, SHARDS, DISTILL = "trainer_state.json", "state", "distill"
 ASIDE = ".old"
-
-
-class HasAdapter(Protocol):
-    """Who trains an adapter of the sampler's."""
-
-    @property
-    def learner(self) -> Learner: ...
-
-    def save(self, folder: Path, base: Path) -> None: ...
+FULL_DISK = (OSError, RuntimeError, SafetensorError)  # each library has its own word for it
 
 
 def save(
-    folder: Path, loaded: LoadedModel, learner: Learner, state: dict[str, Any], distiller: HasAdapter | None = None
+    folder: Path, loaded: LoadedModel, learner: Learner, state: dict[str, Any], distiller: Distiller | None = None
 ) -> None:
     """Write a checkpoint; a crash at any moment leaves either nothing or all of it. All processes call it."""
     temporary, processes = folder.with_name(folder.name + ".tmp"), learner.processes
@@ -55,7 +51,7 @@ def save(
         remove(temporary)
         temporary.mkdir(parents=True)
         if distiller is not None:
-            distiller.save(temporary / DISTILL, folder)
+            distiller.adapter.save(temporary / DISTILL, folder)
 
     def finish() -> None:
         save_model(loaded.model, temporary)
@@ -72,17 +68,13 @@ def save(
             its_learner = distiller.learner
             processes.together(lambda: write_shards(temporary / DISTILL / SHARDS, its_learner))
         processes.by_first(finish)
-    except (OSError, RuntimeError, SafetensorError) as error:  # each library has its own word for a full disk
+    except BaseException as error:
         if processes.first:
             remove(temporary)
-        if is_lost(error):
+        if not isinstance(error, FULL_DISK) or is_lost(error):
             raise
-        first_line = str(error).strip().splitlines()[0]
-        raise OSError(f"{folder} could not be written ({first_line}); make room on the disk, then resume.") from error
-    except BaseException:
-        if processes.first:
-            remove(temporary)
-        raise
+        reason = first_line(error)
+        raise OSError(f"{folder} could not be written ({reason}); make room on the disk, then resume.") from error
 
 
 def publish(temporary: Path, folder: Path) -> None:
@@ -126,7 +118,7 @@ def read_state(folder: Path) -> dict[str, Any]:
     return state
 
 
-def restore(folder: Path, learner: Learner, num_updates: int, distiller: HasAdapter | None = None) -> None:
+def restore(folder: Path, learner: Learner, num_updates: int, distiller: Distiller | None = None) -> None:
     """Put the weights and the optimiser state of a checkpoint that `read_state` found whole into the learner.
 
     A sampler's adapter that the checkpoint does not have begins anew; one that it has is not left behind unasked.

@@ -4,41 +4,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from transformers import PreTrainedModel
 
 from sparse_rl.kv import Full, KVPolicy
 from sparse_rl.objective.advantage import Estimator
-from sparse_rl.objective.correction import check_choices
 from sparse_rl.rollout import Sampling
-from sparse_rl.tasks import Task
+from sparse_rl.specs import check_choices
+from sparse_rl.tasks import Rows, Task
 from sparse_rl.train.update import UpdateConfig
 
+if TYPE_CHECKING:  # which imports this module
+    from sparse_rl.train.sft import SFTConfig
+
 BEST = ("eval/dense/reward", "eval/sparse/reward")
-
-
-class RunConfig(Protocol):
-    """What the settings of every run have, whatever it learns from."""
-
-    @property
-    def output_dir(self) -> str: ...
-
-    @property
-    def steps(self) -> int: ...
-
-    @property
-    def seed(self) -> int: ...
-
-    @property
-    def save_every(self) -> int: ...
-
-    @property
-    def save_total_limit(self) -> int | None: ...
-
-    @property
-    def resume_from_checkpoint(self) -> bool | str: ...
+RunConfig: TypeAlias = "TrainerConfig | SFTConfig"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,13 +111,13 @@ def check_model(model: PreTrainedModel) -> None:
 
 def longest_prompt(task: Task, config: TrainerConfig) -> int:
     """Tokens of the longest prompt, or of the longest in the first step where a task makes them up as it goes."""
-    prompts = getattr(task, "train", None) or task.stream(0, config.prompts_per_step, config.seed)
+    prompts = task.train if isinstance(task, Rows) else task.stream(0, config.prompts_per_step, config.seed)
     return max(len(prompt.ids) for prompt in prompts)
 
 
 def check_prompts(task: Task, context: int) -> None:
     """A prompt that leaves no room for an answer is better known now than at some step."""
-    for prompt in [*getattr(task, "train", []), *getattr(task, "eval", [])]:
+    for prompt in [*task.train, *task.eval] if isinstance(task, Rows) else []:
         if len(prompt.ids) >= context:
             raise ValueError(
                 f"the prompt that begins {prompt.text[:60]!r} has {len(prompt.ids)} tokens, and the model's "

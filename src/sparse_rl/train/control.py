@@ -28,8 +28,8 @@ import torch
 from sparse_rl.calibrate.search import SPAN, budget_grid, with_budget
 from sparse_rl.kv import EvictPolicy, KVPolicy, SelectPolicy
 from sparse_rl.kv.schedule import Schedule
-from sparse_rl.objective.correction import check_choices
 from sparse_rl.objective.tail import BinTail, tails
+from sparse_rl.specs import check_choices
 from sparse_rl.train.control_bin import BinState
 from sparse_rl.train.update import Updated
 from sparse_rl.types import Rollout

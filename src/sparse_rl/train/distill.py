@@ -14,7 +14,6 @@ import math
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -24,13 +23,13 @@ from sparse_rl.kv import Full, KVPolicy
 from sparse_rl.kv.replay import ReplayedRows
 from sparse_rl.model.load import LoadedModel
 from sparse_rl.model.sampler_adapter import Merged, SamplerAdapter, frozen
-from sparse_rl.objective.correction import check_choices
 from sparse_rl.objective.distill import Divergence, divergence
 from sparse_rl.objective.loss import LossConfig, policy_loss, token_scale
 from sparse_rl.objective.mismatch import overlap_bounds, weighted_quantiles
 from sparse_rl.score.at_ids import logprobs_at
 from sparse_rl.score.head import Head
 from sparse_rl.score.pack import Completions, Microbatch, flatten, pack
+from sparse_rl.specs import check_choices
 from sparse_rl.train.guards import Guards, optimizer_memory
 from sparse_rl.train.layers import learner_layers
 from sparse_rl.train.learner import Learner, OptimizerConfig
@@ -117,9 +116,6 @@ class Distiller:
     def on(self) -> AbstractContextManager[None]:
         """The module with the adapter, for as long as this lasts."""
         return self.adapter.on(self.model)
-
-    def save(self, folder: Path, base: Path) -> None:
-        self.adapter.save(folder, base)
 
     def learn(
         self,

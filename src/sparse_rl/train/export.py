@@ -7,11 +7,11 @@ import os
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from sparse_rl.model import lora
 from sparse_rl.model.load import load
+from sparse_rl.specs import first_line
 from sparse_rl.train import checkpoint
 
 
@@ -30,10 +30,10 @@ def export(folder: Path, output: Path, dtype: torch.dtype | None = None) -> None
         model.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
         checkpoint.publish(temporary, output)
-    except (OSError, RuntimeError, SafetensorError) as error:  # each library has its own word for a full disk
-        first_line = str(error).strip().splitlines()[0]
+    except checkpoint.FULL_DISK as error:
+        reason = first_line(error)
         raise OSError(
-            f"{output} could not be written ({first_line}); make room on the disk, or choose another place."
+            f"{output} could not be written ({reason}); make room on the disk, or choose another place."
         ) from error
     finally:
         checkpoint.remove(temporary)

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import json
 import logging
-from dataclasses import asdict
+from contextlib import suppress
+from dataclasses import fields, is_dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,8 @@ def chosen_checkpoint(config: RunConfig) -> Path | None:
         return found[-1]
     if given is True:
         lines = read_log(run / "metrics.jsonl") if (run / "metrics.jsonl").exists() else []
-        if config.save_every and lines and lines[-1]["step"] > config.save_every:
+        saved_every = recorded(run).get("config", {}).get("trainer", {}).get("save_every", config.save_every)
+        if saved_every and lines and lines[-1]["step"] > saved_every:
             raise ValueError(
                 f"{run} has taken {lines[-1]['step']} steps, but its checkpoints are gone; give another "
                 "--trainer.output_dir."
@@ -110,8 +112,12 @@ def recorded(run: Path) -> dict[str, Any]:
 
 
 def task_settings(task: Any) -> dict[str, Any]:
-    """A task's settings if it has any, else its kind."""
-    if hasattr(task, "__dataclass_fields__"):
-        return {"name": task.name, **asdict(task)}
-    settings: dict[str, Any] = getattr(task, "settings", {"name": type(task).__name__})
-    return settings
+    """A task's `settings`, or else its name and those of a dataclass's fields that JSON can hold."""
+    if hasattr(task, "settings"):
+        settings: dict[str, Any] = task.settings
+        return settings
+    found: dict[str, Any] = {"name": getattr(task, "name", type(task).__name__)}
+    for field in fields(task) if is_dataclass(task) else ():
+        with suppress(TypeError, ValueError):
+            found[field.name] = json.loads(json.dumps(getattr(task, field.name)))
+    return found

@@ -24,15 +24,17 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from sparse_rl.rollout.memory import Memory, alone, out_of_memory
 from sparse_rl.score.pack import Packable
+from sparse_rl.specs import first_line
 from sparse_rl.train import checkpoint
 from sparse_rl.train.processes import Stopped, known_to_all
 
@@ -48,19 +50,16 @@ MAX_BAD_BATCHES = 3  # kept in the run folder
 FORWARDED_S = 1.0  # a launcher forwards a signal that the run has got already
 
 
-class Bad(Protocol):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BadUpdate:
     """An update whose loss or gradient was not finite."""
 
-    @property
-    def update(self) -> int: ...  # which of its step's, from 0
-
-    @property
-    def loss(self) -> float: ...
-
-    @property
-    def grad_norm(self) -> float: ...
-
-    def contents(self, rewards: Any) -> dict[str, Any]: ...
+    loss: float
+    grad_norm: float
+    rows: Sequence[Packable]  # it learnt from
+    update: int = 0  # which of its step's, from 0
+    members: Sequence[int] = ()  # which of the step's rollouts its rows are, if they are
+    contents: dict[str, Any] = field(default_factory=dict)  # what else went into it
 
 
 class Guards(Memory):
@@ -151,8 +150,10 @@ class Guards(Memory):
                 change if smaller else "the KV pool is given back before every update",
             )
 
-    def note(self, bad: Sequence[Bad], num_updates: int, rewards: torch.Tensor | None, step: int, run: Path) -> None:
-        """Save the batches of a step's updates that were not finite, and say so the first time."""
+    def note(
+        self, bad: Sequence[BadUpdate], num_updates: int, rewards: torch.Tensor | None, step: int, run: Path
+    ) -> None:
+        """Save the batches of a step's updates that were not finite, for torch.load, and say so the first time."""
         for i in range(num_updates):
             self.streak = self.streak + 1 if any(item.update == i for item in bad) else 0
         for item in bad if self.first else ():
@@ -162,10 +163,10 @@ class Guards(Memory):
                 return
             try:
                 path.parent.mkdir(exist_ok=True)
-                torch.save(item.contents(rewards) | {"step": step}, path)
+                torch.save(_saved(item, rewards) | {"step": step}, path)
                 saved = f"its batch is in {path} (torch.load): look for log-probs, advantages or losses out of range"
             except (OSError, RuntimeError) as error:
-                saved = f"its batch could not be saved ({str(error).splitlines()[0]})"
+                saved = f"its batch could not be saved ({first_line(error)})"
             if not others:
                 logger.warning(
                     "the loss (%g) or gradient norm (%g) of an update in step %d is not finite: it changes nothing; "
@@ -210,6 +211,19 @@ class Guards(Memory):
             found = checkpoint.checkpoints(run)
             where = f"after {found[-1]}" if found else "before the first step was learnt"
             logger.warning("stopped by %s %s; --trainer.resume_from_checkpoint true goes on.", error.by.name, where)
+
+
+def _saved(bad: BadUpdate, rewards: torch.Tensor | None) -> dict[str, Any]:
+    """A bad batch's file; lists go over its rollouts, or rows."""
+    graded = {} if rewards is None else {"rewards": rewards[list(bad.members)]}
+    return graded | {
+        "loss": bad.loss,
+        "grad_norm": bad.grad_norm,
+        "prompts": [row.prompt.text for row in bad.rows],
+        "prompt_ids": [list(row.prompt.ids) for row in bad.rows],
+        "token_ids": [row.token_ids for row in bad.rows],
+        **bad.contents,
+    }
 
 
 @contextmanager

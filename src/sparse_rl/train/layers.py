@@ -21,7 +21,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from sparse_rl.model.attention import keep_out_of_compiled_code
-from sparse_rl.rollout.decoder import COMPILER, TRACING, first_line
+from sparse_rl.rollout.decoder import COMPILER, TRACING
+from sparse_rl.specs import first_line
 
 logger = logging.getLogger(__name__)
 

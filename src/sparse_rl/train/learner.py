@@ -12,8 +12,8 @@ from typing import Any, Literal
 import torch
 from torch.distributed.tensor import DTensor
 
-from sparse_rl.objective.correction import check_choices
 from sparse_rl.score.head import Head
+from sparse_rl.specs import check_choices
 from sparse_rl.train.master import MasterWeights
 from sparse_rl.train.offload import HostMasters
 from sparse_rl.train.processes import Processes

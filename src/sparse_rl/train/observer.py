@@ -25,4 +25,4 @@ class Observer:
         """After a checkpoint."""
 
     def on_end(self) -> None:
-        """After the last step, or when the run stops for another reason."""
+        """After the last step, or when a run that it saw begin stops for another reason."""

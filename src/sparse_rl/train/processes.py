@@ -7,7 +7,6 @@ its share alone. What a process must not do by itself (write files, decide what 
 
 from __future__ import annotations
 
-import functools
 import os
 import signal
 import sys
@@ -21,8 +20,9 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from sparse_rl.specs import first_line
+
 T = TypeVar("T")
-F = TypeVar("F", bound=Callable[..., Any])
 
 TIMEOUT = timedelta(minutes=30)  # of one collective: the longest a process may keep the others waiting
 
@@ -140,8 +140,7 @@ class Processes:
         except RuntimeError as error:
             if not is_lost(error):
                 raise
-            first_line = str(error).strip().splitlines()[0]
-            reason = "its connection is closed" if "by peer" in first_line else first_line
+            reason = "its connection is closed" if "by peer" in first_line(error) else first_line(error)
             raise Lost(f"{ended} ({reason}); {remedy}") from error
 
 
@@ -167,17 +166,6 @@ def known_to_all(error: BaseException) -> BaseException:
     """The error, marked as one that every process of the run has met at the same place, in its own words."""
     error.__dict__["known_to_all"] = True
     return error
-
-
-def watched(method: F) -> F:
-    """A trainer's method during which other processes may go."""
-
-    @functools.wraps(method)
-    def wrapped(trainer: Any) -> Any:
-        with trainer.processes.watched(trainer.config.output_dir):
-            return method(trainer)
-
-    return wrapped  # type: ignore[return-value]
 
 
 @contextmanager

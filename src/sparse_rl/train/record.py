@@ -76,8 +76,8 @@ def warn(rollouts: list[Rollout], graded: Graded, evicts: bool, warned: set[str]
         warned.add("budget")
         longest = max(len(rollout.prompt.ids) + len(rollout.token_ids) for rollout in rollouts)
         logger.warning(
-            "no cache was ever cut: kv.budget + kv.interval exceeds the longest sequence, %d tokens; "
-            "a smaller kv.budget would save memory.",
+            "no cache was ever cut: none grew to kv.budget + kv.interval (and its prompt, with kv.protect_prompt), and "
+            "the longest sequence has %d tokens; a smaller kv.budget would save memory.",
             longest,
         )
 

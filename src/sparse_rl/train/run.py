@@ -11,49 +11,23 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, TYPE_CHECKING, Any
 
 from sparse_rl.metrics import NoLog, RunLog, Timer
-from sparse_rl.model.load import LoadedModel, weights_digest
+from sparse_rl.model.load import weights_digest
 from sparse_rl.runfolder import differences, lock
 from sparse_rl.train import checkpoint
-from sparse_rl.train.config import RunConfig
 from sparse_rl.train.distill import Distiller
 from sparse_rl.train.folder import check_folder, chosen_state, start_record
-from sparse_rl.train.guards import Guards
-from sparse_rl.train.learner import Learner
 from sparse_rl.train.observer import Observer
+
+if TYPE_CHECKING:  # which import this module
+    from sparse_rl.train.sft import SFTTrainer
+    from sparse_rl.train.trainer import Trainer
 
 logger = logging.getLogger(__name__)
 
 NO_DIFFERENCE = ("trainer.output_dir", "trainer.resume_from_checkpoint")  # where a run lies, and how it goes on
-
-
-class Running(Protocol):
-    """What a run asks of the trainer that it belongs to."""
-
-    @property
-    def config(self) -> RunConfig: ...
-
-    @property
-    def loaded(self) -> LoadedModel: ...
-
-    @property
-    def learner(self) -> Learner: ...
-
-    @property
-    def guards(self) -> Guards: ...
-
-    @property
-    def observers(self) -> tuple[Observer, ...]: ...
-
-    def settings(self) -> dict[str, Any]: ...
-
-    def state(self) -> dict[str, Any]:
-        """What else it has to know to go on from a checkpoint, as JSON has it."""
-        ...
-
-    def restore(self, state: dict[str, Any]) -> None: ...
 
 
 class Run:
@@ -64,7 +38,7 @@ class Run:
 
     def __init__(
         self,
-        trainer: Running,
+        trainer: Trainer | SFTTrainer,
         section: str,
         best_metric: str,
         *,
@@ -93,9 +67,11 @@ class Run:
         """Start the folder, or take up the run in it; signals are heard, and what ends the run early saves it first."""
         self._open()
         self.guards.listen()
+        begun: list[Observer] = []
         try:
             for observer in self.trainer.observers:
                 observer.on_begin(self.trainer)
+                begun.append(observer)
             yield
         except BaseException as error:
             state = self.unsaved
@@ -105,7 +81,7 @@ class Run:
         finally:
             self.guards.stop_listening()
             self._close()
-            for observer in self.trainer.observers:
+            for observer in begun:
                 observer.on_end()
 
     def to_the_end(self, take_step: Callable[[], None], finish_step: Callable[[dict[str, float], float], None]) -> None:

@@ -19,13 +19,13 @@ from typing import Any
 import torch
 
 from sparse_rl.model.load import LoadedModel, stop_ids
-from sparse_rl.objective.correction import check_choices
 from sparse_rl.score.head import Head
 from sparse_rl.score.pack import Microbatch, Packable, pack
+from sparse_rl.specs import check_choices
 from sparse_rl.tasks.supervised import Example, Examples
 from sparse_rl.train.callbacks import Callbacks
 from sparse_rl.train.config import check_model, check_run
-from sparse_rl.train.guards import Guards, optimizer_memory
+from sparse_rl.train.guards import BadUpdate, Guards, optimizer_memory
 from sparse_rl.train.layers import Activations, learner_layers
 from sparse_rl.train.learner import Learner, OptimizerConfig
 from sparse_rl.train.observer import Observer
@@ -90,26 +90,6 @@ class SFTGuards(Guards):
         return [settings["trainer"].get(name) for name in ("max_tokens", "activations")]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BadRows:
-    """An update whose loss or gradient was not finite."""
-
-    rows: Sequence[Example]
-    loss: float
-    grad_norm: float
-    update: int = 0
-
-    def contents(self, rewards: None) -> dict[str, Any]:
-        """All that went into it, for torch.load; lists go over its rows."""
-        return {
-            "loss": self.loss,
-            "grad_norm": self.grad_norm,
-            "prompts": [row.prompt.text for row in self.rows],
-            "prompt_ids": [list(row.prompt.ids) for row in self.rows],
-            "token_ids": [row.token_ids for row in self.rows],
-        }
-
-
 class SFTTrainer:
     """Trains a model on completions; `train` runs to the last step.
 
@@ -170,7 +150,7 @@ class SFTTrainer:
         num_tokens = sum(row.num_tokens for row in rows)
         run.step, run.num_tokens = run.step + 1, run.num_tokens + num_tokens
         loss, norm = metrics["loss"], metrics["grad_norm"]
-        bad = [] if math.isfinite(loss + norm) else [BadRows(rows=rows, loss=loss, grad_norm=norm)]
+        bad = [] if math.isfinite(loss + norm) else [BadUpdate(rows=rows, loss=loss, grad_norm=norm)]
         self.guards.note(bad, 1, None, run.step, run.folder)
         metrics["update/nonfinite"] = len(bad)
         metrics["update/max_tokens"] = self.guards.part("update", config.max_tokens)
@@ -213,6 +193,7 @@ class SFTTrainer:
         }
 
     def state(self) -> dict[str, Any]:
+        """What else it goes on from: nothing."""
         return {}
 
     def restore(self, state: dict[str, Any]) -> None:

@@ -30,8 +30,9 @@ def generate(
 ) -> list[Rollout]:
     """The rollouts of all prompts, in order: each process samples its share, with the random numbers of the whole."""
     mine = processes.share(len(prompts))
-    more = {"first": mine.start, "on_step": on_step, "record_kept": record_kept}
-    own = processes.together(lambda: engine.generate(prompts[mine], sampling, **more))
+    own = processes.together(
+        lambda: engine.generate(prompts[mine], sampling, first=mine.start, on_step=on_step, record_kept=record_kept)
+    )
     return [rollout for part in processes.gather(own) for rollout in part]
 
 

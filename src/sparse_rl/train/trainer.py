@@ -40,7 +40,7 @@ from sparse_rl.train.guards import POOL, Guards
 from sparse_rl.train.learner import Learner, OptimizerConfig
 from sparse_rl.train.observer import Observer
 from sparse_rl.train.peaks import MemoryPeaks
-from sparse_rl.train.processes import Processes, watched
+from sparse_rl.train.processes import Processes
 from sparse_rl.train.record import completion_records, engine_metrics, rejected_records, rollout_metrics, warn
 from sparse_rl.train.run import Run
 from sparse_rl.train.shard import ShardedWeights, check_sharded
@@ -122,7 +122,7 @@ class Trainer:
             self.controller = self._controller()
             self.engine.use(self.controller.policy)
         self.eval_engines: dict[str, GuardedEngine] = {}  # kept for their graphs
-        check_prompts(task, self.engine.context)
+        check_prompts(task, loaded.context)
         self.run = Run(self, section="task", best_metric=self.config.best_metric, distiller=self.distiller)
         self.peaks = MemoryPeaks(loaded.model.device)
 
@@ -130,13 +130,13 @@ class Trainer:
     def step(self) -> int:
         return self.run.step
 
-    @watched
     def train(self) -> None:
         """Run to the last step, from the start or from where `resume_from_checkpoint` says.
 
         SIGTERM and Ctrl-C save the run and raise `Stopped`, a SystemExit.
         """
-        self.run.to_the_end(self._take_step, self._finish_step)
+        with self.processes.watched(self.config.output_dir):
+            self.run.to_the_end(self._take_step, self._finish_step)
 
     def _take_step(self) -> None:
         """Roll out, grade, learn, and write down what came of it."""
@@ -168,10 +168,8 @@ class Trainer:
         start = self.step * self.config.prompts_per_step
         prompts = self.task.stream(start, self.config.prompts_per_step, self.config.seed)
         with self.run.timer("rollout"), self.peaks("rollout"):
-            rollouts = self._generate(self.engine, prompts, self._sampling_of(self.step), "rollout")
+            rollouts = self._generate(self.engine, prompts, replace(self.sampling, seed=self._seed), "rollout")
         self.run.num_tokens += sum(len(rollout.prompt.ids) + len(rollout.token_ids) for rollout in rollouts)
-        if not self.engine.bounded or POOL in self.guards.halved:
-            self.engine.release()  # the update needs the memory
         return rollouts
 
     def _advantages(self, rollouts: list[Rollout], graded: Graded) -> torch.Tensor:
@@ -179,11 +177,9 @@ class Trainer:
         greedy = None
         if self.config.advantage == "remax":
             prompts = [rollout.prompt for rollout in rollouts if rollout.sample == 0]
-            once = replace(self._sampling_of(self.step), n=1, temperature=0.0, top_logprobs=0)
+            once = replace(self.sampling, seed=self._seed, n=1, temperature=0.0, top_logprobs=0)
             with self.run.timer("baseline"):
                 baseline = self._generate(self.engine, prompts, once, "baseline")
-            if not self.engine.bounded or POOL in self.guards.halved:
-                self.engine.release()
             greedy = self._grade(baseline, 1).rewards
         groups, known = torch.tensor(self._groups(rollouts)), ~graded.rewards.isnan()
         if greedy is not None:
@@ -204,7 +200,7 @@ class Trainer:
             self.update_config,
             temperature=self.sampling.temperature,
             max_length=self.sampling.max_tokens,
-            generator=torch.Generator().manual_seed(self._seed_of(self.step)),
+            generator=torch.Generator().manual_seed(self._seed),
             guards=self.guards,
         )
 
@@ -265,7 +261,6 @@ class Trainer:
                 engine.use(policy)
                 rollouts = self._generate(engine, prompts, sampling, stage)
                 result = summary(rollouts, self._grade(rollouts, sampling.n), sampling.n)
-                engine.release()
                 metrics |= {f"eval/{cache}/{name}": value for name, value in result.items()}
         return metrics
 
@@ -301,7 +296,7 @@ class Trainer:
         }
 
     def state(self) -> dict[str, Any]:
-        """What the budget and the alarms go on from."""
+        """What else it goes on from, as JSON has it: the budget's search, and the alarms'."""
         control = self.controller.state() if self.controller is not None else {}
         return {"alarms": self.alarms.state(), "control": control}
 
@@ -313,7 +308,7 @@ class Trainer:
 
     def _controller(self) -> Controller:
         prompt, page_size = longest_prompt(self.task, self.config), self.engine.page_size
-        longest = min(self.engine.context, prompt + self.sampling.max_tokens)
+        longest = min(self.loaded.context, prompt + self.sampling.max_tokens)
         grid = control_grid(self.control_config, self.kv, prompt=prompt, longest=longest, page_size=page_size)
         return Controller(self.control_config, self.kv, grid, longest)
 
@@ -328,7 +323,10 @@ class Trainer:
         distiller = self.distiller if engine is self.engine else None
         with distiller.sampling(self.learner.masters) if distiller is not None else nullcontext():
             show, record = self._progress(stage), distiller is not None
-            return generate(engine, prompts, sampling, self.processes, show, record_kept=record)
+            rollouts = generate(engine, prompts, sampling, self.processes, show, record_kept=record)
+        if engine is not self.engine or not engine.bounded or POOL in self.guards.halved:
+            engine.release()  # the update needs the memory
+        return rollouts
 
     def _grade(self, rollouts: list[Rollout], n: int) -> Graded:
         return grade(self.task.rewards, rollouts, n, self.loaded.tokenizer, self.processes)
@@ -336,11 +334,10 @@ class Trainer:
     def _groups(self, rollouts: list[Rollout]) -> list[int]:
         return [i // self.sampling.n for i in range(len(rollouts))]
 
-    def _seed_of(self, step: int) -> int:
-        return self.config.seed * 1_000_003 + step + 1
-
-    def _sampling_of(self, step: int) -> Sampling:
-        return replace(self.sampling, seed=self._seed_of(step))
+    @property
+    def _seed(self) -> int:
+        """Of the step's random numbers."""
+        return self.config.seed * 1_000_003 + self.step + 1
 
     def _progress(self, stage: str) -> Any:
         def show(progress: Any) -> None:

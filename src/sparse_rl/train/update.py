@@ -16,17 +16,17 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 
-from sparse_rl.objective.correction import Corrected, Correction, check_choices
+from sparse_rl.objective.correction import Corrected, Correction
 from sparse_rl.objective.loss import LossConfig, policy_loss, token_scale
 from sparse_rl.objective.mismatch import TOP, diagnose
-from sparse_rl.score.pack import flatten
+from sparse_rl.score.pack import Microbatch, flatten
 from sparse_rl.score.score import score_microbatch
+from sparse_rl.specs import check_choices
 from sparse_rl.train.batch import OVERLAPS, Batch
-from sparse_rl.train.guards import Guards, optimizer_memory
+from sparse_rl.train.guards import BadUpdate, Guards, optimizer_memory
 from sparse_rl.train.layers import Activations, learner_layers
 from sparse_rl.train.learner import Learner
 from sparse_rl.train.shares import deal
@@ -35,6 +35,7 @@ from sparse_rl.types import Rollout
 logger = logging.getLogger(__name__)
 
 SAMPLE_FRAC, SAMPLE_MIN = 0.1, 8  # of the rollouts without a loss, scored for the diagnostics
+Losses = list[tuple[tuple[int, ...], torch.Tensor]]  # of an update's microbatches, with their rollouts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,34 +83,6 @@ class Updated:
     row_weights: torch.Tensor  # (R,) how many rollouts each stands for, 0 where it was not scored
     accepted: torch.Tensor  # (R,) bool, true where it was not scored
     bad: tuple[BadUpdate, ...] = ()  # whose loss or gradient was not finite
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BadUpdate:
-    """An update whose loss or gradient was not finite."""
-
-    update: int  # which of the rollout batch's, from 0
-    members: list[int]  # the rollouts it learnt from
-    batch: Batch
-    loss: float
-    grad_norm: float
-
-    def contents(self, rewards: torch.Tensor) -> dict[str, Any]:
-        """All that went into it, for torch.load; lists go over its rollouts."""
-        rollouts, dense = self.batch.rollouts, self.batch.dense_logprobs.cpu()
-        return {
-            "loss": self.loss,
-            "grad_norm": self.grad_norm,
-            "microbatches": [(list(rows), float(loss)) for rows, loss in self.batch.losses],
-            "prompts": [rollout.prompt.text for rollout in rollouts],
-            "prompt_ids": [list(rollout.prompt.ids) for rollout in rollouts],
-            "token_ids": [rollout.token_ids for rollout in rollouts],
-            "completion_mask": [rollout.completion_mask for rollout in rollouts],
-            "sampler_logprobs": [rollout.sampler_logprobs for rollout in rollouts],
-            "dense_logprobs": [part.clone() for part in dense.split([len(r.token_ids) for r in rollouts])],
-            "advantages": self.batch.advantages.cpu(),
-            "rewards": rewards[self.members],
-        }
 
 
 def update(
@@ -160,11 +133,10 @@ def update(
         for i, members in enumerate(_minibatches(groups, config, generator)):
             part = batch.part(members)
             learn = partial(_optimise, learner, part, step)
-            result = guards.fit(learn, config.max_tokens, part.rollouts, learner)
+            result, losses = guards.fit(learn, config.max_tokens, part.rollouts, learner)
             results.append(result)
-            total, norm = result["loss"], result["grad_norm"]
-            if not math.isfinite(total + norm):
-                bad.append(BadUpdate(update=i, members=members, batch=part, loss=total, grad_norm=norm))
+            if not math.isfinite(result["loss"] + result["grad_norm"]):
+                bad.append(_bad_update(i, members, part, result, losses))
     learner.masters.to_sampler()
     corrected = batch.correct(batch.tokens, correction)
     row_weights = torch.zeros(batch.num_rows)
@@ -186,6 +158,20 @@ def update(
         accepted=corrected.accepted.cpu(),
         bad=tuple(bad),
     )
+
+
+def _bad_update(update: int, members: list[int], batch: Batch, result: dict[str, float], losses: Losses) -> BadUpdate:
+    """With what went into it; lists go over its rollouts, that of microbatches over these."""
+    rollouts, dense = batch.rollouts, batch.dense_logprobs.cpu()
+    contents = {
+        "microbatches": [(list(rows), float(loss)) for rows, loss in losses],
+        "completion_mask": [rollout.completion_mask for rollout in rollouts],
+        "sampler_logprobs": [rollout.sampler_logprobs for rollout in rollouts],
+        "dense_logprobs": [part.clone() for part in dense.split([len(r.token_ids) for r in rollouts])],
+        "advantages": batch.advantages.cpu(),
+    }
+    loss, norm = result["loss"], result["grad_norm"]
+    return BadUpdate(loss=loss, grad_norm=norm, rows=rollouts, update=update, members=members, contents=contents)
 
 
 def _minibatches(groups: list[int], config: UpdateConfig, generator: torch.Generator) -> Iterator[list[int]]:
@@ -247,8 +233,8 @@ def _score(learner: Learner, batch: Batch, step: Step, chosen: list[int], max_to
     batch.share(learner.processes)
 
 
-def _optimise(learner: Learner, batch: Batch, step: Step, max_tokens: int) -> dict[str, float]:
-    """One optimiser step on the batch."""
+def _optimise(learner: Learner, batch: Batch, step: Step, max_tokens: int) -> tuple[dict[str, float], Losses]:
+    """One optimiser step on the batch: its metrics, and the losses that were summed."""
     correction, loss = step.correction, batch.loss
     corrected = batch.correct(batch.tokens, correction)
     counted = batch.in_loss & corrected.kept if correction.denominator == "surviving" else batch.in_loss
@@ -258,47 +244,15 @@ def _optimise(learner: Learner, batch: Batch, step: Step, max_tokens: int) -> di
         accepted = corrected.accepted.tolist()
         working = [i for i in working if accepted[i]]
     working = learner.processes.by_first(lambda: working)  # a sum that another GPU rounded otherwise decides nothing
-    num_top = 0 if step.scored else step.num_top
     learner.masters.zero_grad()
-    batch.losses = []
+    losses: Losses = []
     totals = torch.zeros(4, dtype=torch.float64, device=batch.rows.device)  # loss, clipped, kl, used
     for microbatch in deal(batch.rollouts, max_tokens, working, learner.processes):
         step.check()
-        tokens = microbatch.tokens.to(batch.rows.device)
-        scores = score_microbatch(
-            learner.head, batch.completions, microbatch, step.temperature, at_top=num_top > 0, num_top=num_top
-        )
-        if not microbatch.indices:
-            (scores.logprobs.sum() * 0.0).backward()
-            continue
-        if step.scored:
-            weight = corrected.weight[tokens]
-        else:
-            batch.observe(microbatch, scores)
-            weight = batch.correct(tokens, correction).weight
-        reference = None
-        if loss.beta > 0 and learner.ref_head is not None:
-            with torch.no_grad():
-                reference = score_microbatch(learner.ref_head, batch.completions, microbatch, step.temperature).logprobs
-        weight = torch.where(batch.in_loss[tokens], weight, 0.0)
-        output = policy_loss(
-            scores.logprobs,
-            batch.dense_logprobs[tokens],
-            batch.advantages[batch.rows[tokens]],
-            weight,
-            counted[tokens],
-            scale[tokens],
-            batch.rows[tokens],
-            batch.num_rows,
-            loss,
-            reference,
-        )
-        output.loss.backward()
-        batch.losses.append((microbatch.indices, output.loss.detach()))
-        used = (weight != 0) | (counted[tokens] & (loss.beta > 0))
-        kl = output.kl.sum() if output.kl is not None else totals.new_zeros(())
-        parts = [output.loss.detach(), output.clipped.sum(), kl, used.sum()]
-        totals += torch.stack([part.double() for part in parts])
+        parts = _backward(learner, batch, step, microbatch, corrected.weight, counted, scale)
+        totals += parts
+        if microbatch.indices:
+            losses.append((microbatch.indices, parts[0]))
     batch.share(learner.processes)
     learner.processes.sum(totals)
     counts = torch.stack([batch.in_loss.sum(), counted.sum()]).double()
@@ -312,8 +266,55 @@ def _optimise(learner: Learner, batch: Batch, step: Step, max_tokens: int) -> di
     metrics = {"loss": total_loss, "clip_ratio/region_mean": clipped / max(in_loss, 1.0)}
     if loss.beta > 0:
         metrics["kl"] = total_kl / max(num_counted, 1.0)
+    skip = not used_tokens or not math.isfinite(total_loss)
     with optimizer_memory():
-        return metrics | learner.step(step.config.max_grad_norm, skip=not used_tokens or not math.isfinite(total_loss))
+        return metrics | learner.step(step.config.max_grad_norm, skip=skip), losses
+
+
+def _backward(
+    learner: Learner,
+    batch: Batch,
+    step: Step,
+    microbatch: Microbatch,
+    weight: torch.Tensor,  # (T,) of the correction, if the batch was scored
+    counted: torch.Tensor,  # (T,) bool: tokens of the denominator
+    scale: torch.Tensor,  # (T,) of `token_scale`
+) -> torch.Tensor:
+    """Add a microbatch's gradient; returns its loss, clipped tokens, KL and tokens used, (4,) fp64."""
+    loss, tokens = batch.loss, microbatch.tokens.to(batch.rows.device)
+    num_top = 0 if step.scored else step.num_top
+    scores = score_microbatch(
+        learner.head, batch.completions, microbatch, step.temperature, at_top=num_top > 0, num_top=num_top
+    )
+    if not microbatch.indices:
+        (scores.logprobs.sum() * 0.0).backward()
+        return torch.zeros(4, dtype=torch.float64, device=tokens.device)
+    if step.scored:
+        weight = weight[tokens]
+    else:
+        batch.observe(microbatch, scores)
+        weight = batch.correct(tokens, step.correction).weight
+    reference = None
+    if loss.beta > 0 and learner.ref_head is not None:
+        with torch.no_grad():
+            reference = score_microbatch(learner.ref_head, batch.completions, microbatch, step.temperature).logprobs
+    weight, counted = torch.where(batch.in_loss[tokens], weight, 0.0), counted[tokens]
+    output = policy_loss(
+        scores.logprobs,
+        batch.dense_logprobs[tokens],
+        batch.advantages[batch.rows[tokens]],
+        weight,
+        counted,
+        scale[tokens],
+        batch.rows[tokens],
+        batch.num_rows,
+        loss,
+        reference,
+    )
+    output.loss.backward()
+    used = (weight != 0) | (counted & (loss.beta > 0))
+    kl = output.kl.sum() if output.kl is not None else torch.zeros_like(output.loss)
+    return torch.stack([part.detach().double() for part in (output.loss, output.clipped.sum(), kl, used.sum())])
 
 
 def _diagnostics(batch: Batch, corrected: Corrected, row_weights: torch.Tensor) -> dict[str, float]:
