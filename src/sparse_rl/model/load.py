@@ -19,7 +19,7 @@ from sparse_rl.model import lora, smollm2
 from sparse_rl.model.attention import NAME, UnsupportedModelError
 from sparse_rl.model.dry_run import AttentionShape, dry_run
 from sparse_rl.model.tiny import FAMILIES, tiny_config, tiny_model, tiny_tokenizer
-from sparse_rl.specs import suggestion
+from sparse_rl.specs import first_line, suggestion
 
 logger = logging.getLogger(__name__)
 
@@ -106,8 +106,7 @@ def check_device(device: str | torch.device) -> None:
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        first_line = str(error).splitlines()[0]
-        raise ValueError(f"device {str(device)!r} cannot be used here ({first_line}); use cpu.") from error
+        raise ValueError(f"device {str(device)!r} cannot be used here ({first_line(error)}); use cpu.") from error
 
 
 def stop_ids(model: PreTrainedModel) -> tuple[int, ...]:
@@ -212,9 +211,8 @@ def _saying_why_not(name: str) -> Iterator[None]:
     except UnsupportedModelError:
         raise
     except Exception as error:  # whatever the library, the hub or the file system says
-        first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
         where = "the folder" if folder.exists() else "the hub (there is no such folder here)"
-        raise ValueError(f"model {name!r} could not be loaded from {where}: {first_line}") from error
+        raise ValueError(f"model {name!r} could not be loaded from {where}: {first_line(error)}") from error
 
 
 def _from_pretrained(name: str, dtype: torch.dtype | None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

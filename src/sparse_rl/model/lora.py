@@ -21,6 +21,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
+from sparse_rl.specs import first_line
+
 ALL = "all-linear"
 ADAPTER = "adapter_config.json"  # a folder with this file is an adapter's
 
@@ -135,8 +137,7 @@ def merge(
     try:
         adapted = peft.PeftModel.from_pretrained(model, str(folder))
     except (OSError, RuntimeError, ValueError, KeyError, SafetensorError) as error:
-        first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ValueError(f"the adapter in {folder} does not fit its base model: {first_line}") from error
+        raise ValueError(f"the adapter in {folder} does not fit its base model: {first_line(error)}") from error
     for name, parameter in model.named_parameters():
         if masters is not None and ".lora_" in name:
             parameter.copy_(masters[name])

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sparse_rl.specs import unique
+from sparse_rl.specs import first_line, unique
 
 HUB = "hub:"
 INSTALL = "pip install 'sparse-rl[data]'"
@@ -123,7 +123,7 @@ def _from_parquet(content: bytes, name: str) -> list[dict[str, Any]]:
         twice = next((column for column in columns if columns.count(column) > 1), None)
         rows: list[dict[str, Any]] = file.read().to_pylist() if twice is None else []
     except (arrow.ArrowException, OSError) as error:
-        raise ValueError(f"{name} is not a parquet file ({_first_line(error)}); convert it.") from error
+        raise ValueError(f"{name} is not a parquet file ({first_line(error)}); convert it.") from error
     if twice is not None:
         raise ValueError(f"{name} has two columns {twice!r}; rename or remove one.")
     return rows
@@ -149,7 +149,7 @@ def _from_hub(source: str) -> Any:
     try:
         return datasets.load_dataset(name, config, split=split)
     except Exception as error:  # no network, no such name, a config that must be chosen
-        reason = f"{type(error).__name__}: {_first_line(error)}"
+        reason = f"{type(error).__name__}: {first_line(error)}"
         raise ValueError(
             f"{source} cannot be read from the hub ({reason}); mend the name or the connection, or give a file."
         ) from error
@@ -168,7 +168,3 @@ def _optional(module: str, name: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         raise ValueError(f"{name} needs {module.partition('.')[0]} to be read; run: {INSTALL}") from error
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [""])[0]
