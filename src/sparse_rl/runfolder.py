@@ -75,19 +75,21 @@ def hardware(device: torch.device) -> str:
     return f"{name}, {torch.get_num_threads()} threads"
 
 
-def write_whole(path: Path, content: str) -> None:
+def write_whole(
+    path: Path, content: str | bytes | memoryview, remedy: str = "make room on the disk, then resume"
+) -> None:
     """All of it or nothing: a reader never meets half a file, and it is on disk when this returns."""
     part = path.with_name(f".{path.name}.part")
     try:
-        with open(part, "w", encoding="utf-8", errors="replace") as file:
-            file.write(content)
+        with open(part, "wb") as file:
+            file.write(content.encode(errors="replace") if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
         os.replace(part, path)
     except OSError as error:
         with suppress(OSError):
             part.unlink()
-        raise OSError(f"{path} could not be written ({error.strerror}); make room on the disk, then resume.") from error
+        raise OSError(f"{path} could not be written ({error.strerror}); {remedy}.") from error
 
 
 def differences(

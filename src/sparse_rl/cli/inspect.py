@@ -64,9 +64,9 @@ def run(arguments: list[str]) -> None:
     prompt = _prompt(settings.model, settings.prompt, loaded)
     text = answer(loaded, prompt, max_tokens=settings.max_tokens, temperature=settings.temperature, seed=settings.seed)
     readings = read(loaded, text, policies)
+    print("\n".join([*summary_lines(readings), *_never_cut(readings, policies)]))
     folder = Path(settings.output)
     write_inspection(readings, folder, settings.model)
-    print("\n".join([*summary_lines(readings), *_never_cut(readings, policies)]))
     print(f"wrote {folder / 'inspect.html'} and {folder / 'inspect.png'}")
 
 

@@ -27,7 +27,7 @@ def write_calibration(results: Results, folder: Path) -> None:
         picture = draw(results, svg=False)
     except ValueError:  # no matplotlib: the page says so
         return
-    (folder / "report.png").write_bytes(picture)
+    write_whole(folder / "report.png", picture)
 
 
 def page(results: Results) -> str:

@@ -54,6 +54,10 @@ class ProgressLine(MovingLine):
     def __exit__(self, *_: object) -> None:
         self.stop()
 
+    def say(self, text: str) -> None:
+        """What comes next, in a line that stays."""
+        self.print(f"sparse-rl: {text}")
+
     def show(self, progress: Progress) -> None:
         if progress.num_finished == progress.num_requests:
             self.print(describe(progress))
