@@ -21,6 +21,7 @@ from transformers import PreTrainedModel, PrinterCallback, TrainerCallback
 from sparse_rl.bench.meter import synchronize
 from sparse_rl.model.shapes import random_module
 from sparse_rl.model.tiny import tiny_tokenizer
+from sparse_rl.rollout.decoder import first_line
 
 Rows = list[tuple[int, ...]]
 
@@ -66,7 +67,7 @@ def time_trl(
         trl, datasets = importlib.import_module("trl"), importlib.import_module("datasets")
         _ = trl.GRPOTrainer  # trl imports what it needs only when asked for it
     except (ImportError, RuntimeError) as error:
-        raise RuntimeError(f"trl cannot be imported: {_first_line(error)}") from error
+        raise RuntimeError(f"trl cannot be imported: {first_line(error)}") from error
     attention = "flash_attention_2" if importlib.util.find_spec("flash_attn") else "sdpa"
     model = random_module(shape, device, dtype, seed, attn_implementation=attention)
     clock = _Clock()
@@ -95,7 +96,7 @@ def time_trl(
             )
             trainer = _trainer(trl, datasets, model, config, prompts, completions, clock)
         except ValueError as error:
-            raise RuntimeError(f"TRL refuses this work: {_first_line(error)}") from error
+            raise RuntimeError(f"TRL refuses this work: {first_line(error)}") from error
         clock.device = trainer.args.device
         on_gpu = clock.device.type == "cuda"
         if on_gpu:
@@ -179,7 +180,3 @@ def _note(trainer: Any, attention: str, version: str) -> str:
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
