@@ -14,8 +14,8 @@ from commands import run
 from small_eval import toy
 
 from sparse_rl.evaluate.store import Store
-from sparse_rl.report.eval_live import duration
 from sparse_rl.report.eval_page import write_eval_report
+from sparse_rl.report.progress import duration
 
 LINE = "eval --model tiny --kv full rkv:16 --problems 6 --n 2 --temperature 1 --max-tokens 5 --engine.rows 4"
 SMALL = LINE.split()

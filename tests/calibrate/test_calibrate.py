@@ -133,7 +133,7 @@ def test_the_schedule_is_a_cache_s_budget(small, tmp_path, monkeypatch):
     assert said["model"] == "embedded" and said["target"] == 0.86 and said["kv"]["policy"] == "rkv"
     code, _, err = run("train", "--kv.policy", "rkv", "--kv.window", "4", "--kv.budget", str(path), "--dry-run")
     assert (code, err) == (0, "")
-    monkeypatch.setattr(calibration_page, "draw", lambda *_, **__: b"<svg></svg>")
+    monkeypatch.setattr(calibration_page, "draw_svg", lambda results: "<svg></svg>")
     shown = calibration_page.page(results | {"command": "<script>", "notes": ["<script>"], "model": "<script>"})
     assert "<script>" not in shown and "Beta fits" in shown
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 
 import json
 import math
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from sparse_rl.kv.schedule import Schedule
-from sparse_rl.report.calibration_plots import Results, asked, draw, tails
-from sparse_rl.report.page import Html, document, markup, table
+from sparse_rl.report.calibration_plots import Results, asked, draw_png, draw_svg, tails
+from sparse_rl.report.page import Html, document, markup, picture, table
+from sparse_rl.report.plots import NoMatplotlib
 from sparse_rl.runfolder import write_whole
 
 ABOUT = """How near a sampler with a sparse KV cache is to its dense model, by budget and context length. Overlap is
@@ -23,24 +26,17 @@ NONE = "–"
 
 def write_calibration(results: Results, folder: Path) -> None:
     write_whole(folder / "report.html", page(results))
-    try:
-        picture = draw(results, svg=False)
-    except ValueError:  # no matplotlib: the page says so
-        return
-    write_whole(folder / "report.png", picture)
+    with suppress(NoMatplotlib):  # the page says so
+        write_whole(folder / "report.png", draw_png(results))
 
 
 def page(results: Results) -> str:
     notes = [f'<p class="note">{markup(note)}</p>' for note in results["notes"]]
-    try:
-        picture = Html(draw(results, svg=True).decode())
-    except ValueError as error:
-        picture = Html(f"<p><small>{markup(str(error))}</small></p>")
     parts = [
         *notes,
         "<h2>The schedule</h2>",
         table(*schedule_table(results), "summary"),
-        f"<h2>Curves</h2>\n{picture}",
+        f"<h2>Curves</h2>\n{picture(partial(draw_svg, results))}",
         f"<h2>{markup(asked(results))}</h2>",
         table(*tail_table(results), "summary"),
         "<h2>Budgets</h2>",

@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,8 +24,8 @@ from sparse_rl.report.eval_table import (
     provenance,
     saved,
 )
-from sparse_rl.report.page import Html, document, markup, table
-from sparse_rl.report.plots import INK, STYLE, looks
+from sparse_rl.report.page import Html, document, markup, picture, table
+from sparse_rl.report.plots import as_svg, looks, plot_style
 from sparse_rl.runfolder import write_whole
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def write_eval_report(results: Results, folder: Path) -> None:
 def page(results: Results, folder: Path) -> str:
     parts = [f'<p class="note">{markup(note)}</p>' for note in notes(results)]
     for model in models(results):
-        parts += [f"<h2>{markup(model)}</h2>", picture(results, model), _table(overview(results, model))]
+        parts += [f"<h2>{markup(model)}</h2>", picture(partial(draw, results, model)), _table(overview(results, model))]
         parts.append(_table(details(results, model)))
         folded = "\n".join(f"<p>{markup(text.title)}</p>\n{_table(text)}" for text in groups(results, model))
         if folded:
@@ -58,31 +58,20 @@ def page(results: Results, folder: Path) -> str:
     return document(title, ABOUT, "\n".join(parts))
 
 
-def picture(results: Results, model: str) -> Html:
-    """Accuracy by benchmark and cache, and accuracy against KV saved; a word instead without matplotlib."""
-    try:
-        import matplotlib.style
-        from matplotlib.figure import Figure
-    except ImportError:
-        return Html("<p><small>For a picture here: pip install 'sparse-rl[report]'.</small></p>")
+def draw(results: Results, model: str) -> str:
+    """Accuracy by benchmark and cache, and accuracy against KV saved."""
     cells = of_model(results, model)
     benchmarks = list(dict.fromkeys(cell["benchmark"] for cell in cells))
     caches = list(dict.fromkeys(cell["cache"] for cell in cells))
-    with matplotlib.style.context(["default", STYLE]):
+    with plot_style():
+        from matplotlib.figure import Figure
+
         figure = Figure(figsize=(max(9.0, 3.6 + 0.9 * len(benchmarks)), 3.8), layout="constrained")
         left, right = figure.subplots(1, 2, width_ratios=(max(2.0, 0.45 * len(benchmarks)), 1.4))
         _by_benchmark(left, cells, benchmarks, caches)
         _against_saved(right, cells, caches)
         figure.legend(*left.get_legend_handles_labels(), loc="outside lower left", ncols=min(5, len(caches)))
-        file = io.StringIO()
-        nameless = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-        figure.savefig(file, format="svg", transparent=True, metadata=nameless)
-    text = file.getvalue()
-    text = text[text.index("<svg") :].replace(INK, "currentColor")
-    number = models(results).index(model)
-    for before in ('id="', 'href="#', "url(#"):  # ids are unique in a page of several pictures
-        text = text.replace(before, f"{before}model{number}-")
-    return Html(text.replace("<svg", '<svg role="img" aria-label="Accuracy by benchmark and cache"', 1))
+        return as_svg(figure, f"model{models(results).index(model)}", "Accuracy by benchmark and cache")
 
 
 def _by_benchmark(axes: Axes, cells: list[Numbers], benchmarks: list[str], caches: list[str]) -> None:

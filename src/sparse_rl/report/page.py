@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from sparse_rl.metrics import definition
-from sparse_rl.report.plots import MARKERS, PLOTS, POINTS, Plot, draw_png, draw_svg, drawn, looks
+from sparse_rl.report.plots import MARKERS, PLOTS, POINTS, NoMatplotlib, Plot, draw_png, draw_svg, drawn, looks
 from sparse_rl.report.runs import NONE, Record, Run, advice, differing, load_runs, summary
 from sparse_rl.runfolder import write_whole
 
@@ -100,6 +100,14 @@ def table(head: Iterable[str], rows: Iterable[Iterable[str]], kind: str = "") ->
     top = "".join(f"<th>{markup(cell)}</th>" for cell in head)
     body = "\n".join("<tr>" + "".join(f"<td>{markup(cell)}</td>" for cell in row) + "</tr>" for row in rows)
     return Html(f'<div class="wide"><table class="{kind}">\n<tr>{top}</tr>\n{body}\n</table></div>')
+
+
+def picture(draw: Callable[[], str]) -> Html:
+    """What it draws, or in a small line why there is nothing."""
+    try:
+        return Html(draw())
+    except NoMatplotlib as error:
+        return Html(f"<p><small>{markup(str(error))}</small></p>")
 
 
 def _summary(runs: list[Run]) -> Html:
