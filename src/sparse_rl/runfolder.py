@@ -31,6 +31,31 @@ def lock(folder: Path, doing: str = "training") -> IO[str]:
     return file
 
 
+def check_folder(folder: Path, record: str, what: str, *, resume: bool) -> bool:
+    """Refuse to mix two in a folder, or to go on with none; whether there is one to go on with.
+
+    record: the file that each has; what: "an evaluation", ...
+    """
+    if (folder / record).is_file():
+        if not resume:
+            raise ValueError(f"{folder} has {what} in it; go on with it (--resume), or give another --output.")
+        return True
+    if folder.exists() and (not folder.is_dir() or any(not path.name.startswith(".") for path in folder.iterdir())):
+        raise ValueError(f"{folder} has something else than {what} in it; give another --output.")
+    if resume and not folder.exists():
+        raise ValueError(f"there is no {what.partition(' ')[2]} to resume in {folder}; leave out --resume.")
+    return False  # also where one was killed before it wrote anything
+
+
+def refuse_changes(where: str, done: str, changed: list[str]) -> None:
+    """Raise if what is resumed is no longer what it was."""
+    if changed:
+        raise ValueError(
+            f"{where} was {done} with other settings: {'; '.join(changed)}; resume with those, or give another "
+            "--output."
+        )
+
+
 def command(arguments: Sequence[str] | None = None) -> str:
     """As a shell takes it: `sparse-rl` with these arguments, or if there are none, what this process was started as."""
     if arguments is not None:

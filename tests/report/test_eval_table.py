@@ -36,14 +36,22 @@ def cell(cache, mean, **more):
         "tokens_per_s": 100.0,
         "departures": [],
     }
-    return numbers | more
+    numbers |= more
+    return {"kv_read_frac": 1.0 - numbers["kv_saved_frac"]} | numbers
 
 
 def results(*cells, **more):
     known = {"protocol": "default", "notes": [], "headlines": [], "command": "sparse-rl eval", "hardware": "a chip"}
     return (
         known
-        | {"partial": None, "resumes": [], "versions": {"torch": "2"}, "commit": "abc", "cells": list(cells)}
+        | {
+            "partial": None,
+            "resumes": [],
+            "versions": {"torch": "2"},
+            "commit": "abc",
+            "cells": list(cells),
+            "wall_s": 9.0,
+        }
         | more
     )
 

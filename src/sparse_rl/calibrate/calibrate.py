@@ -29,7 +29,7 @@ from sparse_rl.kv.schedule import Schedule, save
 from sparse_rl.model.load import LoadedModel
 from sparse_rl.rollout import EngineConfig, Progress, Sampling
 from sparse_rl.rollout.memory import Memory, free
-from sparse_rl.runfolder import command, differences, lock, provenance, write_whole
+from sparse_rl.runfolder import check_folder, command, differences, lock, provenance, refuse_changes, write_whole
 from sparse_rl.types import Prompt
 
 RECORD = "calibration.json"
@@ -103,7 +103,7 @@ def calibrate(
     """
     folder, observer = Path(output), observer or CalibrationObserver()
     calibration.budgets()  # what is wrong with them is said before the work
-    check_folder(folder, resume=resume)
+    check_folder(folder, RECORD, "a calibration", resume=resume)
     folder.mkdir(parents=True, exist_ok=True)
     with lock(folder, "calibrating"):
         record = _record(folder, calibration, named or {})
@@ -129,17 +129,6 @@ def calibrate(
     return results
 
 
-def check_folder(folder: Path, *, resume: bool) -> None:
-    """Refuse to mix two calibrations, or to go on with none."""
-    if (folder / RECORD).is_file():
-        if not resume:
-            raise ValueError(f"{folder} has a calibration in it; go on with it (--resume), or give another --output.")
-    elif folder.exists() and (not folder.is_dir() or any(not path.name.startswith(".") for path in folder.iterdir())):
-        raise ValueError(f"{folder} has something else than a calibration in it; give another --output.")
-    elif resume and not folder.exists():
-        raise ValueError(f"there is no calibration to resume in {folder}; leave out --resume.")
-
-
 def _record(folder: Path, calibration: Calibration, named: dict[str, Any]) -> dict[str, Any]:
     """What calibration.json says, the first start's; refuses to go on with other weights, prompts or sampling."""
     path = folder / RECORD
@@ -150,11 +139,7 @@ def _record(folder: Path, calibration: Calibration, named: dict[str, Any]) -> di
             changed = differences(before["sampled"], sampled)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{path} is damaged; give another --output.") from error
-        if changed:
-            raise ValueError(
-                f"{folder} was calibrated with other settings: {'; '.join(changed)}; resume with those, or give "
-                "another --output."
-            )
+        refuse_changes(str(folder), "calibrated", changed)
         found = before
     else:
         found = {

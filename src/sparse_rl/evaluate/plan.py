@@ -13,7 +13,7 @@ from typing import Any
 
 from sparse_rl.evaluate.protocols import PROTOCOLS, Settings
 from sparse_rl.kv import POLICIES, KVPolicy
-from sparse_rl.rollout import EngineConfig, Sampling
+from sparse_rl.rollout import EngineConfig
 from sparse_rl.specs import build
 from sparse_rl.tasks.benchmarks import find
 from sparse_rl.tasks.lookup import Lookup
@@ -128,9 +128,6 @@ class Evaluation:
         if self.chat_template_kwargs and named_template(self.settings(benchmark).template).chat:
             found.append(f"the chat template gets {json.dumps(self.chat_template_kwargs)}")
         return found
-
-    def sampling(self, benchmark: str) -> Sampling:
-        return self.settings(benchmark).sampling()
 
     def block_problems(self, benchmark: str) -> int:
         """Problems of a block, which a kill loses at most: whole ones, and samples to keep the engine's rows busy."""

@@ -17,12 +17,12 @@ from sparse_rl.report.eval_table import (
     groups,
     main_metric,
     markdown,
+    mean,
     models,
     notes,
     of_model,
     overview,
     provenance,
-    saved,
 )
 from sparse_rl.report.page import Html, document, markup, picture, table
 from sparse_rl.report.plots import as_svg, looks, plot_style
@@ -80,7 +80,7 @@ def _by_benchmark(axes: Axes, cells: list[Numbers], benchmarks: list[str], cache
         own = {cell["benchmark"]: cell for cell in cells if cell["cache"] == cache}
         found = [_accuracy(own[name]) if name in own else (math.nan, 0.0) for name in benchmarks]
         places = [place + (i - (len(caches) - 1) / 2) * step for place in range(len(benchmarks))]
-        means, errors = [mean for mean, _ in found], [error for _, error in found]
+        means, errors = [value for value, _ in found], [error for _, error in found]
         axes.errorbar(places, means, errors, color=colour, marker=marker, ls="", capsize=2, label=_literal(cache))
     turned = 30 if len(benchmarks) > 4 else 0
     axes.set_xticks(range(len(benchmarks)), [_literal(name) for name in benchmarks], rotation=turned)
@@ -94,9 +94,9 @@ def _against_saved(axes: Axes, cells: list[Numbers], caches: list[str]) -> None:
     for cache, (colour, marker) in zip(caches, looks(len(caches)), strict=True):
         own = [cell for cell in cells if cell["cache"] == cache]
         found = [_accuracy(cell) for cell in own]
-        mean = sum(value for value, _ in found) / len(found)
+        accuracy = sum(value for value, _ in found) / len(found)
         error = math.sqrt(sum(error**2 for _, error in found)) / len(found)
-        axes.errorbar([100 * saved(own)], [mean], [error], color=colour, marker=marker, capsize=2)
+        axes.errorbar([100 * mean(own, "kv_saved_frac")], [accuracy], [error], color=colour, marker=marker, capsize=2)
     axes.set_title("Mean accuracy, %")
     axes.set_xlabel("KV saved, %")
     _shown_from_0(axes)
@@ -110,8 +110,8 @@ def _shown_from_0(axes: Axes) -> None:
 def _accuracy(cell: Numbers) -> tuple[float, float]:
     """Mean and standard error in percent, nan and 0 where there is none."""
     found = cell["metrics"][main_metric(cell)]
-    mean, error = found["mean"], found["se"]
-    return (math.nan if mean is None else 100 * mean), (0.0 if error is None else 100 * error)
+    value, error = found["mean"], found["se"]
+    return (math.nan if value is None else 100 * value), (0.0 if error is None else 100 * error)
 
 
 def _literal(text: str) -> str:
