@@ -91,7 +91,6 @@ def _check(settings: Namespace) -> None:
         if settings[name] < 1:
             raise ValueError(f"--{name} is {settings[name]}; it must be at least 1.")
     for name in ("pages", "contexts"):
-        settings[name] = settings[name] if isinstance(settings[name], list) else [settings[name]]
         if any(each < 1 for each in settings[name]):
             raise ValueError(f"--{name} has {min(settings[name])} among them; they must be at least 1.")
     for name in ("bandwidth", "flops"):

@@ -7,7 +7,7 @@ import json
 import logging
 import re
 import sys
-from argparse import ArgumentError
+from argparse import Action, ArgumentError
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
@@ -107,35 +107,39 @@ def parse(parser: ArgumentParser, arguments: list[str], more_names: tuple[str, .
 
 
 def _lists(parser: ArgumentParser, arguments: list[str]) -> list[str]:
-    """`--x a b` and `--x a --x b` as the one list `--x [a, b]` that they mean, where x takes several values."""
-    takes = {
-        option.lstrip("-"): get_args(hint)[0]
-        for action in parser._actions
-        for hint in get_args(getattr(action, "_typehint", None))
-        if get_origin(hint) is list
-        for option in action.option_strings
-    }
+    """`--x a b` and `--x a --x b` as the one list that they mean, where x takes several values."""
+    takes = {option: action for action in parser._actions if _several(action) for option in action.option_strings}
     alone = any(not action.option_strings and action.nargs for action in parser._actions)  # words without a flag
-    found: dict[str, list[str]] = {}
+    found: dict[Action, list[str]] = {}
     rest: list[str] = []
     i = 0
     while i < len(arguments):
-        name, equals, value = arguments[i].removeprefix("--").partition("=")
+        option, equals, value = arguments[i].partition("=")
         i += 1
-        if not arguments[i - 1].startswith("--") or name not in takes:
+        if option not in takes:
             rest.append(arguments[i - 1])
             continue
-        values = found.setdefault(name, [])
+        values = found.setdefault(takes[option], [])
         values += [value] if equals else []
         while not equals and i < len(arguments) and VALUE.match(arguments[i]):
             values.append(arguments[i])
             i += 1
             if alone:
                 break
-    for name, values in found.items():
-        quoted = [json.dumps(value) if takes[name] is str else value for value in values]
-        rest += [f"--{name}", *(values if len(values) < 2 else [f"[{', '.join(quoted)}]"])]
+    for action, values in found.items():
+        if action.nargs is None and len(values) > 1:
+            quoted = [json.dumps(value) if _several(action) is str else value for value in values]
+            values = [f"[{', '.join(quoted)}]"]
+        rest += [action.option_strings[0], *values]
     return rest
+
+
+def _several(action: Action) -> Any:
+    """Of what kind the values are, if an option takes several of them."""
+    if action.nargs == "+":
+        return action.type or str
+    hints = get_args(getattr(action, "_typehint", None))
+    return next((get_args(hint)[0] for hint in hints if get_origin(hint) is list), None)
 
 
 def model_dtype(name: str | None) -> torch.dtype | None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -42,8 +43,8 @@ class GradingConfig:
     def __post_init__(self) -> None:
         if self.workers < 0:
             raise ValueError(f"grading.workers is {self.workers}; it must be at least 0.")
-        if self.timeout_s <= 0:
-            raise ValueError(f"grading.timeout_s is {self.timeout_s}; it must be above 0.")
+        if not 0 < self.timeout_s < math.inf:
+            raise ValueError(f"grading.timeout_s is {self.timeout_s}; it must be above 0, and finite.")
 
 
 def _code(grading: GradingConfig, timeout_s: float = 10.0, memory_mb: int = 1024) -> Reward:
