@@ -264,6 +264,17 @@ def test_advice(tmp_path, rejection, saved, policy, said):
     assert re.findall('<p class="note">(.*?)</p>', text) == ([f"run: {said}"] if said else [])
 
 
+@pytest.mark.parametrize(("read", "advised"), [(0.4, False), (1.0, True)])
+def test_a_policy_that_chooses_pages_saves_by_reading_less(tmp_path, read, advised):
+    line = {"step": 1, "kv/saved_frac": 0.0, "kv/read_frac": read}
+    assert ("no KV was saved" in report(write_run(tmp_path / "run", [line], config("quest")))) == advised
+
+
+def test_a_budget_that_follows_the_tail_is_called_auto(tmp_path):
+    text = report(write_run(tmp_path / "run", [training(1)], config() | {"control": {"auto": True}}))
+    assert "rkv, budget\u00a0auto" in text and "budget\u00a064" not in text
+
+
 def test_alarms_are_told_with_what_to_change(tmp_path):
     flags = [0, 1, 1, 0]
     lines = [{"step": i + 1, "alarm/tail": on, "alarm/kl": 0, "kv/saved_frac": 0.5} for i, on in enumerate(flags)]

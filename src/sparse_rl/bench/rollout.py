@@ -111,7 +111,7 @@ def _engine_results(bench: Bench) -> dict[str, Any]:
     rollouts, seconds = run(bench.engine, prompts, bench.sampling, meter)
     if config.cut:
         assert meter.closed, f"the run ended before its window of {window}"
-        tokens, seconds = round(meter.steps * config.rows), meter.seconds
+        tokens, seconds = meter.steps * config.rows, meter.seconds
     else:
         tokens = sum(len(rollout.token_ids) for rollout in rollouts)
         assert tokens == sum(output_lengths(prompts)) * config.n, "the engine returned other lengths than asked for"
@@ -266,12 +266,12 @@ def measure_rivals(
     config: BenchConfig, engine: EngineConfig, dtype: torch.dtype, tokens_per_s: float, *, say: Callable[[str], None]
 ) -> dict[str, Any]:
     """What each rival makes of the same work, and how many times faster the engine was; or why there is no figure."""
+    prompts = make_prompts(config, shape_config(config.shape).vocab_size)
     times: dict[str, Callable[[], Timed]] = {
         "full": lambda: time_full(config, dtype, engine, say),
         "generate": lambda: time_generate(config, dtype, prompts),
         "vllm": lambda: time_vllm(config, dtype, prompts),
     }
-    prompts = make_prompts(config, shape_config(config.shape).vocab_size)
     found: dict[str, Any] = {}
     for name in config.rivals:
         gc.collect()

@@ -21,7 +21,7 @@ from typing import Any
 
 from sparse_rl.calibrate.analysis import analyse, doubts
 from sparse_rl.calibrate.config import CalibrationConfig
-from sparse_rl.calibrate.search import with_budget
+from sparse_rl.calibrate.search import as_schedule, with_budget
 from sparse_rl.calibrate.tokens import Tokens, probe
 from sparse_rl.calibrate.verify import verified
 from sparse_rl.kv import EvictPolicy, Full, KVPolicy, policy_record
@@ -62,14 +62,10 @@ class Calibration:
     engine: EngineConfig
     config: CalibrationConfig
 
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest context that a sample can reach."""
-        return longest_context(self.prompts, self.sampling, self.loaded.context)
-
     def budgets(self, longest: int | None = None) -> list[int]:
-        """To be tried, for contexts of at most `longest` tokens."""
-        return self.config.grid(self.policy, longest or self.longest, self.engine.page_size or self.policy.page_size)
+        """To be tried, for contexts of at most `longest` tokens, or what a sample can reach."""
+        longest = longest or longest_context(self.prompts, self.sampling, self.loaded.context)
+        return self.config.grid(self.policy, longest, self.engine.page_size or self.policy.page_size)
 
     def sampled(self) -> dict[str, Any]:
         """Everything that decides the runs; what is made of them is free to change."""
@@ -124,8 +120,7 @@ def calibrate(
         told = {key: results[key] for key in ("model", "kv", "hardware", "commit", "finished") if key in results}
         names = ("target", "relative", "overlap", "tail", "sure", "tokens", "bin")
         asked = {name: results["settings"][name] for name in names}
-        schedule = Schedule(*(tuple(results["schedule"][key]) for key in ("starts", "budgets")))
-        save(schedule, folder / "schedule.json", **told, **asked)
+        save(as_schedule(results["schedule"]), folder / "schedule.json", **told, **asked)
     return results
 
 

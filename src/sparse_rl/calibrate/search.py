@@ -149,6 +149,11 @@ def lowered(
     return own
 
 
+def as_schedule(found: dict[str, Any]) -> Schedule:
+    """The schedule that results hold."""
+    return Schedule(tuple(found["starts"]), tuple(found["budgets"]))
+
+
 def steps(starts: Sequence[int], chosen: Sequence[int]) -> Schedule:
     """A budget a bin as a schedule, its equal neighbours as one step; it begins at context 0."""
     firsts = [i for i in range(len(chosen)) if i == 0 or chosen[i] != chosen[i - 1]]

@@ -39,6 +39,8 @@ def run(arguments: list[str]) -> None:
     policy = build_kv(settings.kv)
     _check_command(settings)
     sampling = build_section(Sampling, "sampling", settings.sampling)
+    if settings.compare:
+        _check_compared(policy, sampling)
     config = build_section(EngineConfig, "engine", settings.engine)
     rows = _read_prompts(settings)
     output = _open_output(settings.output)
@@ -162,6 +164,19 @@ def _record(rollout: Rollout, loaded: LoadedModel, **more: Any) -> dict[str, Any
     }
 
 
+def _check_compared(policy: Any, sampling: Any) -> None:
+    from sparse_rl.kv import Full
+
+    if isinstance(policy, Full):
+        raise ValueError(
+            f"--compare sets a policy against the dense cache, and {policy.name!r} is dense; choose another."
+        )
+    if sampling.top_p < 1.0 or sampling.top_k is not None:
+        raise ValueError("--compare needs the whole distribution; leave out sampling.top_p and sampling.top_k.")
+    if sampling.top_logprobs:
+        raise ValueError("--compare asks for the log-probs it needs; leave out sampling.top_logprobs.")
+
+
 def _compare(loaded: LoadedModel, policy: Any, sampling: Any, config: Any, prompts: list[Prompt], output: Any) -> None:
     """Sample dense and sparse with the same random numbers; score the sparse tokens with the dense model."""
     from dataclasses import replace
@@ -175,14 +190,6 @@ def _compare(loaded: LoadedModel, policy: Any, sampling: Any, config: Any, promp
     from sparse_rl.rollout import Engine
     from sparse_rl.score import score
 
-    if isinstance(policy, Full):
-        raise ValueError(
-            f"--compare sets a policy against the dense cache, and {policy.name!r} is dense; choose another."
-        )
-    if sampling.top_p < 1.0 or sampling.top_k is not None:
-        raise ValueError("--compare needs the whole distribution; leave out sampling.top_p and sampling.top_k.")
-    if sampling.top_logprobs:
-        raise ValueError("--compare asks for the log-probs it needs; leave out sampling.top_logprobs.")
     sampling = replace(sampling, top_logprobs=overlap_ids(loaded.vocab_size))
     exact = sampling.top_logprobs == loaded.vocab_size
     with ProgressLine() as line:

@@ -171,8 +171,8 @@ def train_parser(
 
 def _with_recipe(arguments: list[str]) -> list[str]:
     """The default recipe before everything else, unless a model or a config is named."""
-    named = any(argument.split("=")[0] in ("--model", "--config", "--shape") for argument in arguments)
-    return arguments if named else ["--config", DEFAULT, *arguments]
+    chosen = any(argument.split("=")[0] in ("--model", "--config", "--shape") for argument in arguments)
+    return arguments if chosen else ["--config", DEFAULT, *arguments]
 
 
 def _configs_first(arguments: list[str], own: dict[str, Any] | None = None) -> list[str]:
@@ -205,7 +205,7 @@ def _drop_unfit(config: dict[str, Any], flags: list[str], later: list[dict[str, 
         name, settings = named(section, key, flags, later), config.get(section)
         if isinstance(name, str) and name in components and isinstance(settings, dict) and settings.get(key) != name:
             known = {field.name for field in fields(components[name])}
-            config[section] = {name: value for name, value in settings.items() if name in known}
+            config[section] = {field: value for field, value in settings.items() if field in known}
 
 
 def _checked(settings: dict[str, Any], name: str) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import numpy as np
 from sparse_rl.calibrate import CalibrationConfig
 from sparse_rl.calibrate.analysis import tail_row
 from sparse_rl.calibrate.beta import PERFECT, density
-from sparse_rl.kv.schedule import Schedule
+from sparse_rl.calibrate.search import as_schedule
 from sparse_rl.report.plots import COLOURS, INK, MARKERS, as_png, as_svg, plot_style
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ def _held(axes: Axes, results: Results) -> None:
     """Figure 3: what schedules of several targets hold, each bin's budget measured by itself; ours as it was run."""
     x, by_budget = _middles(results), {run["budget"]: tails(run, results) for run in results["runs"]}
     for (target, found), colour, width in zip(results["studied"].items(), COLOURS, WIDTHS, strict=False):
-        schedule = Schedule(tuple(found["starts"]), tuple(found["budgets"]))
+        schedule = as_schedule(found)
         held = [by_budget[schedule.at(start)][i] for i, (start, _) in enumerate(results["bins"])]
         axes.plot(x, held, color=colour, lw=width, label=f"target {target}")
     if "verified" in results:

@@ -72,16 +72,16 @@ def overview(results: Results, model: str) -> Text:
     rows = []
     for cache in caches:
         own = [cell for cell in cells if cell["cache"] == cache]
-        rate, seconds = sum(c["tokens"] for c in own), sum(c["generate_s"] - c["capture_s"] for c in own)
+        tokens, seconds = sum(c["tokens"] for c in own), sum(c["generate_s"] - c["capture_s"] for c in own)
         by = {cell["benchmark"]: cell["metrics"] for cell in own}
         row = [cache, *(share(by[name][metric]) if name in by else NONE for name, metric in firsts.items())]
         row += [share(headlines.get(cache))] if headlines else []
         row += [
             f"{100 * mean(own, 'kv_saved_frac'):.0f} %",
             *([f"{100 * mean(own, 'kv_read_frac'):.0f} %"] if chooses(cells) else []),
-            f"{rate / sum(c['samples'] for c in own):,.0f}",
+            f"{tokens / sum(c['samples'] for c in own):,.0f}",
         ]
-        rows.append([*row, f"{rate / seconds:,.0f}" if seconds > 0 else NONE])
+        rows.append([*row, f"{tokens / seconds:,.0f}" if seconds > 0 else NONE])
     head = ["cache", *(f"{name}, {metric}" for name, metric in firsts.items()), *(["average"] if headlines else [])]
     return Text(f"{model}: accuracy in % ± s.e.", [*head, *kv_head(cells), "tokens/answer", "tok/s"], rows)
 
