@@ -188,59 +188,48 @@ def not_default(settings: Any, *told: str) -> list[str]:
 def lines(record: dict[str, Any]) -> list[str]:
     """A measurement for people."""
     results, kv, roofline = record["results"], record["results"]["kv"], record["results"]["roofline"]
-    window, step_ms = results["window"], results["step_ms"]
+    window, step_ms, shown = results["window"], results["step_ms"], []
+
+    def show(name: str, text: str) -> None:
+        shown.append(f"{name:9} {text}")
+
+    show("", f"{record['label']}, {record['hardware']}")
     rate = f"{results['tokens_per_s']:,.0f} tok/s"
     if results["cut"]:
-        rate += f", cut: {window['steps']:,.0f} steps from step {window['first_step']:,} on"
+        show("speed", f"{rate}, cut: {window['steps']:,.0f} steps from step {window['first_step']:,} on")
     else:
-        rate += f" end to end ({results['tokens']:,} tokens in {results['seconds']:.1f} s)"
-    shown = [("", f"{record['label']}, {record['hardware']}"), ("speed", rate)]
+        show("speed", f"{rate} end to end ({results['tokens']:,} tokens in {results['seconds']:.1f} s)")
     if step_ms is None:
-        shown.append(("step", "no time: too few steps with all rows in flight"))
+        show("step", "no time: too few steps with all rows in flight")
     else:
-        shown.append(("step", f"{step_ms:.2f} ms at full rows, {window['mean_entries']:,.0f} entries read a row"))
+        show("step", f"{step_ms:.2f} ms at full rows, {window['mean_entries']:,.0f} entries read a row")
         split = {name: ms for name, ms in results["split_ms"].items() if name != "total"}
         parts = [f"{name} {ms:.2f} ms ({100 * ms / step_ms:.1f} %)" for name, ms in split.items()]
-        shown.append(("split", ", ".join(parts) or "needs a GPU and --profile"))
-    if roofline is None and step_ms is not None:
-        shown.append(("roofline", "needs the device's known bandwidth and flops: give --bandwidth and --flops"))
-    elif roofline is not None:
-        shown.append(
-            (
-                "roofline",
-                f"{100 * roofline['share']:.0f} % of it ({roofline['step_ms']:.2f} ms a step, "
-                f"{roofline['tokens_per_s']:,.0f} tok/s)",
-            )
-        )
-        shown.append(("", f"step = {roofline['formula']}"))
-        shown.append(("", f"with {roofline['numbers']}"))
+        show("split", ", ".join(parts) or "needs a GPU and --profile")
+    if roofline is not None:
+        least = f"{roofline['step_ms']:.2f} ms a step, {roofline['tokens_per_s']:,.0f} tok/s"
+        show("roofline", f"{100 * roofline['share']:.0f} % of it ({least})")
+        show("", f"step = {roofline['formula']}")
+        show("", f"with {roofline['numbers']}")
+    elif step_ms is not None:
+        show("roofline", "needs the device's known bandwidth and flops: give --bandwidth and --flops")
     ratio = "" if kv["ratio"] is None else f" ({100 * kv['ratio']:.1f} %)"
     sizes = f"{in_bytes(kv['peak_bytes'])} at the peak, dense {in_bytes(kv['dense_bytes'])}{ratio}"
-    shown.append(
-        ("KV", f"{sizes}, saved {100 * kv['saved_frac']:.0f} %, read {100 * kv['read_frac']:.0f} % over the steps run")
-    )
+    shares = f"saved {100 * kv['saved_frac']:.0f} %, read {100 * kv['read_frac']:.0f} % over the steps run"
+    show("KV", f"{sizes}, {shares}")
     if plain := results.get("without_adapter"):
         times = plain["tokens_per_s"] / results["tokens_per_s"]
         steps = f", {plain['step_ms']:.2f} ms a step" if plain["step_ms"] is not None else ""
-        shown.append(
-            ("adapter", f"{times:.2f}x the time of the same without it ({plain['tokens_per_s']:,.0f} tok/s{steps})")
-        )
+        show("adapter", f"{times:.2f}x the time of the same without it ({plain['tokens_per_s']:,.0f} tok/s{steps})")
     if record["hardware"].startswith("NVIDIA") and not results["graphs"]:
-        shown.append(
-            ("graphs", "none: steps ran one kernel at a time; a warning above says why, or --engine.graphs is off")
-        )
-    floor = results["xi_floor"]
-    if floor is not None:
+        show("graphs", "none: steps ran one kernel at a time; a warning above says why, or --engine.graphs is off")
+    if floor := results["xi_floor"]:
         ours = f"|log xi| mean {floor['mean']:.2g}, max {floor['max']:.2g}: rounding alone"
-        shown.append(("xi floor", f"{ours}; the module's own {floor['module_mean']:.2g}, {floor['module_max']:.2g}"))
-    shown.append(
-        (
-            "warm-up",
-            f"{results['warmup_s']:.1f} s, {results['capture_s']:.1f} s of it compiling and capturing; "
-            f"{results['late_capture_s']:.1f} s more of that in the run itself",
-        )
-    )
-    return [f"{name:9} {text}" for name, text in shown]
+        show("xi floor", f"{ours}; the module's own {floor['module_mean']:.2g}, {floor['module_max']:.2g}")
+    captured = f"{results['capture_s']:.1f} s of it compiling and capturing"
+    late = f"{results['late_capture_s']:.1f} s more of that in the run itself"
+    show("warm-up", f"{results['warmup_s']:.1f} s, {captured}; {late}")
+    return shown
 
 
 def rival_lines(rivals: dict[str, Any]) -> list[str]:
