@@ -6,15 +6,7 @@ from __future__ import annotations
 from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any
 
-from sparse_rl.cli.bench import (
-    add_result,
-    as_record,
-    check_result,
-    decided,
-    in_bytes,
-    not_default,
-    show_and_keep,
-)
+from sparse_rl.cli.bench import add_result, as_record, check_result, decided, in_bytes, not_default, show_and_keep
 from sparse_rl.cli.parsing import add_fields, make_parser, model_dtype, parse, quiet_bars
 
 if TYPE_CHECKING:

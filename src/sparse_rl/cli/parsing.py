@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from sparse_rl.rollout import EngineConfig
 
 GPU_ROWS, CPU_ROWS = 256, 32  # of an engine, where nobody says
-DTYPES = ("float32", "bfloat16", "float16", "float64")
 VALUE = re.compile(r"(?!-)|-[\d.]|-$")  # not a flag, though a negative number may be
 
 
@@ -144,6 +143,8 @@ def _several(action: Action) -> Any:
 
 def model_dtype(name: str | None) -> torch.dtype | None:
     import torch
+
+    from sparse_rl.model.load import DTYPES
 
     if name is not None and name not in DTYPES:
         raise ValueError(f"dtype {name!r} is unknown; choose one of {', '.join(DTYPES)}.")

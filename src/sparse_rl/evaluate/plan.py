@@ -13,6 +13,7 @@ from typing import Any
 
 from sparse_rl.evaluate.protocols import PROTOCOLS, Settings
 from sparse_rl.kv import POLICIES, KVPolicy
+from sparse_rl.model.load import DTYPES
 from sparse_rl.rollout import EngineConfig
 from sparse_rl.specs import build
 from sparse_rl.tasks.benchmarks import find
@@ -21,7 +22,6 @@ from sparse_rl.tasks.prompts import Style, named_template
 from sparse_rl.tasks.rewards import GradingConfig
 
 OVERRIDES = ("n", "max_tokens", "temperature", "top_p", "seed", "template")  # what may depart from the protocol
-DTYPES = ("float32", "bfloat16", "float16", "float64")
 BLOCK = 4  # samples of a block by the engine's rows
 
 
