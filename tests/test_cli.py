@@ -78,6 +78,13 @@ def test_compare_shows_both_and_the_overlap_of_every_token(tmp_path):
     assert int(peaks[1]) < int(peaks[2]), "the other side is dense"
 
 
+def test_compare_of_a_policy_that_chooses_pages():
+    chosen = ["--kv.policy", "pages_mean", "--kv.budget", "48"]
+    code, out, err = run("generate", "a prompt of many tokens " * 6, "--compare", *SHORT, *chosen)
+    assert code == 0, err
+    assert int(re.search(r"KV saved 0 %, read (\d+) %", out)[1]) < 100, "it holds everything and reads less"
+
+
 def test_compare_of_a_large_vocabulary_gives_bounds(tmp_path, monkeypatch):
     monkeypatch.setattr("sparse_rl.objective.mismatch.EXACT_VOCABULARY", 10)
     output = tmp_path / "out.jsonl"

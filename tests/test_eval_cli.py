@@ -14,8 +14,8 @@ from commands import run
 from small_eval import toy
 
 from sparse_rl.evaluate.store import Store
-from sparse_rl.report.eval_live import duration
 from sparse_rl.report.eval_page import write_eval_report
+from sparse_rl.report.progress import duration
 
 LINE = "eval --model tiny --kv full rkv:16 --problems 6 --n 2 --temperature 1 --max-tokens 5 --engine.rows 4"
 SMALL = LINE.split()
@@ -94,7 +94,7 @@ def test_the_page_needs_nothing_and_believes_nothing(data, tmp_path):
 
 def test_a_dry_run_says_what_would_run(data, tmp_path):
     arguments = [*SMALL, "--benchmarks", "toy", "lookup:pairs=2", "--data-dir", data, "--dry-run"]
-    code, out, _ = run(*arguments, "--models", "tiny", "no/such-model")
+    code, out, _ = run(*arguments, "--models", "no/such-model")
     assert code == 0 and "8 cells: 2 models x 2 benchmarks x 2 caches (full, rkv:16)" in out
     assert "96 samples, at most 480 tokens" in out and "n is 2 instead of 1" in " ".join(out.split())
     assert list(tmp_path.iterdir()) == [tmp_path / "data"] and "…" not in out
@@ -148,6 +148,7 @@ def test_settings_from_a_file(data, tmp_path):
         ("--models tiny --benchmarks lookup --output out --dtype int3", "dtype 'int3' is unknown"),
         ("--models tiny --benchmarks lookup --output out --engine.rows 0", "engine.rows is 0"),
         ("--models tiny --benchmarks lookup --output out --grading.timeout_s 0", "grading.timeout_s is 0"),
+        ("--models tiny --benchmarks lookup --output out --grading.timeout_s .inf", "grading.timeout_s is inf"),
         ("--models no/such/model --benchmarks lookup --output out", "neither a folder nor a hub name"),
         ("--models tiny --benchmarks asdiv --output out --data-dir .", "asdiv/test.jsonl"),
         ("--models tiny --benchmarks lookup --output out --device cuda:99", "cannot be used here"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 
+from sparse_rl.cli.eval import _parser as _evaluation
 from sparse_rl.cli.parsing import parse
 from sparse_rl.cli.train import train_parser
 
@@ -49,3 +50,13 @@ def test_words_without_a_flag_stay_so():
 
     given = parse(_parser(), ["--sampling.stop", "x", "Once upon a time", "--sampling.stop", "y"])
     assert given.prompt == ["Once upon a time"] and given.sampling.stop == ["x", "y"]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--models", "a", "b"], ["--models", "a", "--models", "b"], ["--model", "a", "--seed", "3", "--models=b"]],
+)
+def test_no_model_of_an_evaluation_is_lost(arguments):
+    assert parse(_evaluation(), arguments).models == ["a", "b"]
+    with pytest.raises(ValueError, match="expected at least one argument"):
+        parse(_evaluation(), ["--models"])

@@ -98,7 +98,9 @@ def test_a_resumed_run_notices_a_file_that_changed(tmp_path, file, caplog):
 def test_an_evaluation_is_not_gone_on_with_under_another_schedule(tmp_path, file, cache, key):
     def record(*budgets: int, resume: bool) -> Record:
         kv = ("full", cache.format(file(*budgets)))
-        return Record(tmp_path, Evaluation(models=("tiny",), benchmarks=("lookup",), kv=kv), {}, resume=resume)
+        return Record(
+            tmp_path, Evaluation(models=("tiny",), benchmarks=("lookup",), kv=kv), {}, resume=resume, began=0.0
+        )
 
     record(48, 64, resume=False)
     record(48, 64, resume=True)

@@ -31,6 +31,31 @@ def lock(folder: Path, doing: str = "training") -> IO[str]:
     return file
 
 
+def check_folder(folder: Path, record: str, what: str, *, resume: bool) -> bool:
+    """Refuse to mix two in a folder, or to go on with none; whether there is one to go on with.
+
+    record: the file that each has; what: "an evaluation", ...
+    """
+    if (folder / record).is_file():
+        if not resume:
+            raise ValueError(f"{folder} has {what} in it; go on with it (--resume), or give another --output.")
+        return True
+    if folder.exists() and (not folder.is_dir() or any(not path.name.startswith(".") for path in folder.iterdir())):
+        raise ValueError(f"{folder} has something else than {what} in it; give another --output.")
+    if resume and not folder.exists():
+        raise ValueError(f"there is no {what.partition(' ')[2]} to resume in {folder}; leave out --resume.")
+    return False  # also where one was killed before it wrote anything
+
+
+def refuse_changes(where: str, done: str, changed: list[str]) -> None:
+    """Raise if what is resumed is no longer what it was."""
+    if changed:
+        raise ValueError(
+            f"{where} was {done} with other settings: {'; '.join(changed)}; resume with those, or give another "
+            "--output."
+        )
+
+
 def command(arguments: Sequence[str] | None = None) -> str:
     """As a shell takes it: `sparse-rl` with these arguments, or if there are none, what this process was started as."""
     if arguments is not None:
@@ -75,19 +100,21 @@ def hardware(device: torch.device) -> str:
     return f"{name}, {torch.get_num_threads()} threads"
 
 
-def write_whole(path: Path, content: str) -> None:
+def write_whole(
+    path: Path, content: str | bytes | memoryview, remedy: str = "make room on the disk, then resume"
+) -> None:
     """All of it or nothing: a reader never meets half a file, and it is on disk when this returns."""
     part = path.with_name(f".{path.name}.part")
     try:
-        with open(part, "w", encoding="utf-8", errors="replace") as file:
-            file.write(content)
+        with open(part, "wb") as file:
+            file.write(content.encode(errors="replace") if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
         os.replace(part, path)
     except OSError as error:
         with suppress(OSError):
             part.unlink()
-        raise OSError(f"{path} could not be written ({error.strerror}); make room on the disk, then resume.") from error
+        raise OSError(f"{path} could not be written ({error.strerror}); {remedy}.") from error
 
 
 def differences(

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 
 import pytest
@@ -223,10 +224,10 @@ def test_an_interval_of_one_can_be_cut(tmp_path, capsys):
 
 def test_merge_keeps_what_has_another_label(tmp_path):
     file = tmp_path / "a.json"
-    for label, value in (("a", 1 / 3), ("b", 2), ("a", 3)):
+    for label, value in (("a", 1 / 3), ("b", 2), ("a", 3), ("c", math.inf)):
         merge(file, {"label": label, "results": {"x": value}})
-    assert [(r["label"], r["results"]["x"]) for r in read(file)] == [("a", 3), ("b", 2)]
-    assert not list(tmp_path.glob("*.draft"))
+    assert [(r["label"], r["results"]["x"]) for r in read(file)] == [("a", 3), ("b", 2), ("c", None)]
+    assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
     file.write_text('{"label": "a"}')
     with pytest.raises(ValueError, match="something else than measurements"):
         merge(file, {"label": "a"})

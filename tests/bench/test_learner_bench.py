@@ -4,13 +4,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 
 from sparse_rl.bench.learner import LearnerBenchConfig, make_rollouts, operations
 from sparse_rl.cli import main
+from sparse_rl.cli.bench_learner import default_label
 from sparse_rl.model.shapes import random_model
+from sparse_rl.train import OptimizerConfig, UpdateConfig
 
 LINE = ["bench", "learner", "--shape", "tiny", "--device", "cpu", "--sequences", "8", "--prompt", "5", "--steps", "1"]
 
@@ -50,6 +53,16 @@ def test_a_measurement_is_written(tmp_path, capsys):
     assert results["tokens_per_s"] == pytest.approx(results["tokens"] / results["seconds"], rel=1e-4)
     assert "MFU = (6 N + 6 h V + 6 L h l) x tokens / (seconds x F)" in shown
     assert record["settings"]["update"]["activations"] == "keep"
+
+
+def test_measurements_of_other_settings_have_other_names():
+    config = LearnerBenchConfig(device="cpu", dtype="float32", spread="equal")
+    plain = default_label(config, UpdateConfig(), OptimizerConfig())
+    assert plain == "tiny, cpu, float32, 64 x 128+4096, 8192 tokens a forward, keep"
+    moved = default_label(config, UpdateConfig(max_tokens=64), OptimizerConfig(kind="adamw_8bit", offload=True))
+    assert moved == "tiny, cpu, float32, 64 x 128+4096, 64 tokens a forward, keep, adamw_8bit, offload"
+    other = default_label(replace(config, seed=3), UpdateConfig(num_iterations=2), OptimizerConfig(beta2=0.9))
+    assert other == f"{plain}, seed 3, num_iterations 2, beta2 0.9"
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import json
+import math
+import sys
 from dataclasses import replace
 
 import pytest
@@ -131,7 +133,7 @@ def test_the_schedule_is_a_cache_s_budget(small, tmp_path, monkeypatch):
     assert said["model"] == "embedded" and said["target"] == 0.86 and said["kv"]["policy"] == "rkv"
     code, _, err = run("train", "--kv.policy", "rkv", "--kv.window", "4", "--kv.budget", str(path), "--dry-run")
     assert (code, err) == (0, "")
-    monkeypatch.setattr(calibration_page, "draw", lambda *_, **__: b"<svg></svg>")
+    monkeypatch.setattr(calibration_page, "draw_svg", lambda results: "<svg></svg>")
     shown = calibration_page.page(results | {"command": "<script>", "notes": ["<script>"], "model": "<script>"})
     assert "<script>" not in shown and "Beta fits" in shown
 
@@ -166,6 +168,7 @@ def test_settings_that_cannot_be():
         ({"budgets": (8, 8)}, "give each once"),
         ({"lowest": 9, "highest": 8}, "lowest is 9, above highest"),
         ({"min_tokens": 3}, "min_tokens is 3; it must be at least 20"),
+        ({"entropy": math.inf}, "entropy is inf"),
     ):
         with pytest.raises(ValueError, match=said):
             CalibrationConfig(**settings)
@@ -176,7 +179,7 @@ def test_too_few_tokens(small, tmp_path):
         calibrate(replace(small, config=replace(CONFIG, min_tokens=5000, budgets=(12,))), tmp_path)
 
 
-def test_the_command(tmp_path):
+def test_the_command(tmp_path, monkeypatch):
     """End to end, at the smallest size."""
     flags = [
         "--num-prompts",
@@ -206,6 +209,10 @@ def test_the_command(tmp_path):
     assert (tmp_path / "c" / "report.png").read_bytes().startswith(b"\x89PNG")
     code, _, err = run("calibrate", *flags, "--output", str(tmp_path / "c"))
     assert code == 2 and "--resume" in err
+    (tmp_path / "c" / "report.png").unlink()
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    code, out, _ = run("calibrate", *flags, "--output", str(tmp_path / "c"), "--resume")
+    assert code == 0 and "report.html" in out and "report.png" not in out, "there is none without matplotlib"
 
 
 @pytest.mark.parametrize(
@@ -246,6 +253,21 @@ def test_cost_command():
     assert code == 2 and "--kv names none" in err
     code, _, err = run("calibrate", "cost", "--result", "cost.json")
     assert code == 2 and "nothing is measured" in err
+
+
+def test_steps_are_measured_with_the_pages_of_the_prediction(monkeypatch):
+    sizes = {}
+
+    def time_step(loaded, config, policy, engine, context, *, show):
+        sizes[policy.name, context] = engine.page_size
+        return 1e-3, float(context)
+
+    monkeypatch.setattr("sparse_rl.bench.steps.time_step", time_step)
+    measured = ["--shape", "tiny", "--device", "cpu", "--rows", "2", "--contexts", "64", "--measure", "--page", "32"]
+    for kv in ("pages_mean:96", "rkv:budget=128,interval=4,select=pages_mean,select_budget=96"):
+        code, out, err = run("calibrate", "cost", *measured, "--kv", kv, "--json")
+        assert code == 0, err
+        assert json.loads(out)["reading"]["page"] == 32 == sizes[kv.partition(":")[0], 64]
 
 
 @pytest.mark.slow

@@ -40,21 +40,22 @@ def test_published_check(size, printed, with_dense):
     assert dense / sparse_eflops(model, both, **WORK) == pytest.approx(with_dense, rel=0.02)
 
 
-def test_eflops_by_hand():
+def test_eflops_by_hand(monkeypatch):
+    monkeypatch.setattr("sparse_rl.calibrate.cost.INTENSITY", 10.0)
     # D = 4 x 2 x 3 = 24, r = 2, I = 10, 2 samples of 3 + 4 tokens: contexts 3, 4, 5, 6.
     dense = 2 * 60 * 2 * 4 + 2 * (6 + 4) * 4 * 2 * 24 + 10 * (2 * 3 * 4 * 24 + 2 * 16 * 24)
-    assert dense_eflops(SMALL, n=2, prompt=3, output=4, intensity=10) == dense
+    assert dense_eflops(SMALL, n=2, prompt=3, output=4) == dense
     # A budget of 4 reads 3, 4, 4, 4; pages of 2.
     reading = Reading(schedule=constant(4), page=2, dense_layers=0)
     scoring = 2 * 2 * 3 * 24 * 4 / 2 + 2 * 2 * 24 * 16 / 4 + 10 * (2 * 3 * 24 * 4 / 2 + 2 * 24 * 16 / 4)
     sparse = 2 * 2 * 60 * 4 + 2 * 2 * 2 * 24 * 15 + 2 * 10 * 2 * 24 * 15 + scoring
-    assert sparse_eflops(SMALL, reading, n=2, prompt=3, output=4, intensity=10) == pytest.approx(sparse)
+    assert sparse_eflops(SMALL, reading, n=2, prompt=3, output=4) == pytest.approx(sparse)
     # One of four layers dense: it reads all 18 and scores nothing. An evicting policy scores nothing at all.
     reads = 0.25 * 18 + 0.75 * 15
     mixed = 2 * 2 * 60 * 4 + 2 * (2 + 10) * 2 * 24 * reads
     one, none = replace(reading, dense_layers=1), replace(reading, dense_layers=1, landmarks=0)
-    assert sparse_eflops(SMALL, one, n=2, prompt=3, output=4, intensity=10) == pytest.approx(mixed + 0.75 * scoring)
-    assert sparse_eflops(SMALL, none, n=2, prompt=3, output=4, intensity=10) == pytest.approx(mixed)
+    assert sparse_eflops(SMALL, one, n=2, prompt=3, output=4) == pytest.approx(mixed + 0.75 * scoring)
+    assert sparse_eflops(SMALL, none, n=2, prompt=3, output=4) == pytest.approx(mixed)
 
 
 def test_a_step_by_hand():

@@ -31,6 +31,9 @@ def test_the_grid_begins_where_the_policy_can():
     assert grid(Streaming(sinks=5), longest=200, page=1, count=40)[0] == 5
     with pytest.raises(ValueError, match="no budget up to 32 is possible with rkv"):
         grid(RKV(window=100), longest=32)
+    with pytest.raises(ValueError, match="lowest is 512, above the longest context, 200; give a smaller --lowest"):
+        grid(lowest=512, longest=200)
+    assert grid(highest=64) == [64], "below a 64th of the longest context there is nothing but the largest"
     with pytest.raises(ValueError, match="'full' has no budget"):
         with_budget(Full(), 8)
 

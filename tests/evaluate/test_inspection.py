@@ -6,6 +6,7 @@ from __future__ import annotations
 import base64
 import json
 import re
+import sys
 import zlib
 from dataclasses import replace
 
@@ -206,3 +207,13 @@ def test_the_command_writes_a_page_and_a_picture(tmp_path, capsys):
     with pytest.raises(SystemExit):
         main([*command, "--kv", "rvk:64"])
     assert "did you mean 'rkv'" in capsys.readouterr().err
+
+
+def test_without_matplotlib_there_is_still_the_page(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    short = ["--model", "tiny", "--prompt", "Once upon a time", "--max-tokens", "2", "--kv", "streaming:8"]
+    with pytest.raises(SystemExit):
+        main(["inspect", *short, "--output", str(tmp_path / "out")])
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["inspect.html"]
+    printed = capsys.readouterr()
+    assert "streaming:8: KV saved" in printed.out and "pip install 'sparse-rl[report]'" in printed.err

@@ -84,7 +84,7 @@ def test_what_is_refused(changes, said):
 def test_settings_follow_the_protocol_but_for_what_is_given():
     assert made().departures("lookup") == []
     changed = made(n=4, temperature=0.5)
-    assert changed.settings("lookup").n == 4 and changed.sampling("lookup").temperature == 0.5
+    assert changed.settings("lookup").n == 4 and changed.settings("lookup").temperature == 0.5
     assert any("n is 4 instead of 1" in said for said in changed.departures("lookup"))
 
 

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from sparse_rl.evaluate import Cell, Evaluation
 from sparse_rl.evaluate.protocols import PROTOCOLS
 from sparse_rl.evaluate.results import Measured, headlines
-from sparse_rl.report.eval_page import _shown_from_0, picture
+from sparse_rl.report.eval_page import _shown_from_0, draw
 from sparse_rl.report.eval_table import departures, details, failures, groups, markdown, overview, print_tables
 
 
@@ -36,14 +36,22 @@ def cell(cache, mean, **more):
         "tokens_per_s": 100.0,
         "departures": [],
     }
-    return numbers | more
+    numbers |= more
+    return {"kv_read_frac": 1.0 - numbers["kv_saved_frac"]} | numbers
 
 
 def results(*cells, **more):
     known = {"protocol": "default", "notes": [], "headlines": [], "command": "sparse-rl eval", "hardware": "a chip"}
     return (
         known
-        | {"partial": None, "resumes": [], "versions": {"torch": "2"}, "commit": "abc", "cells": list(cells)}
+        | {
+            "partial": None,
+            "resumes": [],
+            "versions": {"torch": "2"},
+            "commit": "abc",
+            "cells": list(cells),
+            "wall_s": 9.0,
+        }
         | more
     )
 
@@ -109,7 +117,7 @@ def test_a_table_that_is_partial_has_gaps():
     assert table.head[1:3] == ["toy, pass@1", "b, pass@1"]
     assert [row[1:3] for row in table.rows] == [["50.0 ± 1.2", "75.0 ± 1.2"], ["25.0 ± 1.2", "–"]]
     assert groups(found, "m")[0].rows == [["1", "2", "50.0", "–"], ["2", "2", "50.0", "–"]]
-    assert "(partial)" in markdown(found) and "PARTIAL: 2 of 4" in markdown(found) and "<svg" in picture(found, "m")
+    assert "(partial)" in markdown(found) and "PARTIAL: 2 of 4" in markdown(found) and "<svg" in draw(found, "m")
 
 
 def test_names_are_no_markup(capsys):

@@ -264,6 +264,17 @@ def test_advice(tmp_path, rejection, saved, policy, said):
     assert re.findall('<p class="note">(.*?)</p>', text) == ([f"run: {said}"] if said else [])
 
 
+@pytest.mark.parametrize(("read", "advised"), [(0.4, False), (1.0, True)])
+def test_a_policy_that_chooses_pages_saves_by_reading_less(tmp_path, read, advised):
+    line = {"step": 1, "kv/saved_frac": 0.0, "kv/read_frac": read}
+    assert ("no KV was saved" in report(write_run(tmp_path / "run", [line], config("quest")))) == advised
+
+
+def test_a_budget_that_follows_the_tail_is_called_auto(tmp_path):
+    text = report(write_run(tmp_path / "run", [training(1)], config() | {"control": {"auto": True}}))
+    assert "rkv, budget\u00a0auto" in text and "budget\u00a064" not in text
+
+
 def test_alarms_are_told_with_what_to_change(tmp_path):
     flags = [0, 1, 1, 0]
     lines = [{"step": i + 1, "alarm/tail": on, "alarm/kl": 0, "kv/saved_frac": 0.5} for i, on in enumerate(flags)]
@@ -320,7 +331,7 @@ def test_what_cannot_be_read_is_named(tmp_path):
 
 def test_an_output_that_is_a_folder(tmp_path):
     folder = write_run(tmp_path / "run", [])
-    with pytest.raises(ValueError, match="cannot be written"):
+    with pytest.raises(OSError, match=r"could not be written .*; give another place for it"):
         write_report([folder], tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 

@@ -1,13 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The same work by others: transformers' `generate` in fixed batches, and vLLM where it is installed."""
+"""The same work by others, one after the other: transformers' `generate` in fixed batches, vLLM where it is installed.
+
+The engine's own dense cache is in rollout.py, TRL's step in trl_step.py.
+"""
 
 from __future__ import annotations
 
+import gc
 import importlib
 import importlib.util
 import os
 import tempfile
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,9 +20,32 @@ import torch
 from sparse_rl.bench.meter import synchronize
 from sparse_rl.bench.work import BenchConfig, output_lengths
 from sparse_rl.model.shapes import random_module, shape_config
+from sparse_rl.specs import first_line
 from sparse_rl.types import Prompt
 
 Timed = dict[str, Any]
+
+
+def measure_each(
+    times: dict[str, Callable[[], Timed]], rivals: list[str], ours: float, say: Callable[[str], None]
+) -> dict[str, Any]:
+    """What each rival makes of the same work, and how many times faster we were; or why there is no figure.
+
+    ours: tokens a second
+    """
+    found: dict[str, Any] = {}
+    for name in rivals:
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        say(f"the same work by {name}")
+        try:
+            timed = times[name]()
+        except Exception as error:  # whatever a rival does, our own figure stands
+            found[name] = {"error": first_line(error)}
+        else:
+            found[name] = {**timed, "ratio": ours / timed["tokens_per_s"]}
+    return found
 
 
 @torch.no_grad()

@@ -12,7 +12,6 @@ tokens, tokens real ones (prompts included, nothing is padded), F operations a s
 
 from __future__ import annotations
 
-import gc
 import math
 import statistics
 import time
@@ -22,8 +21,10 @@ from typing import Any, Literal
 
 import torch
 
+from sparse_rl.bench.against import Timed, measure_each
 from sparse_rl.bench.meter import synchronize
 from sparse_rl.bench.roofline import device_limits
+from sparse_rl.bench.work import split_rivals
 from sparse_rl.model.load import LoadedModel
 from sparse_rl.model.shapes import random_model, shape_config
 from sparse_rl.objective.correction import PRESETS
@@ -32,7 +33,7 @@ from sparse_rl.objective.mismatch import overlap_ids
 from sparse_rl.runfolder import hardware
 from sparse_rl.score import score
 from sparse_rl.score.head import Head
-from sparse_rl.specs import check_choices, first_line
+from sparse_rl.specs import check_choices
 from sparse_rl.train.learner import Learner, OptimizerConfig
 from sparse_rl.train.update import UpdateConfig, update
 from sparse_rl.types import KVStats, Prompt, Rollout
@@ -89,13 +90,11 @@ class LearnerBenchConfig:
             raise ValueError(f"--seed is {self.seed}; it must be at least 0.")
         if self.sequences % GROUP:
             raise ValueError(f"--sequences is {self.sequences}; it must be a multiple of {GROUP}, a prompt's samples.")
-        for rival in self.rivals:
-            if rival not in RIVALS:
-                raise ValueError(f"--against has {rival!r}; choose among {', '.join(RIVALS)}.")
+        _ = self.rivals  # or one is unknown
 
     @property
     def rivals(self) -> list[str]:
-        return [name.strip() for name in self.against.split(",") if name.strip()]
+        return split_rivals(self.against, RIVALS)
 
 
 def measure_learner(
@@ -211,31 +210,23 @@ def draw_rollouts(config: LearnerBenchConfig, vocabulary: int) -> list[Rollout]:
 def measure_learner_rivals(
     config: LearnerBenchConfig, update_config: UpdateConfig, dtype: torch.dtype, ours: float, say: Callable[[str], None]
 ) -> dict[str, Any]:
-    """The same step by others; whatever goes wrong is theirs and is reported."""
+    """The same step by others."""
     from sparse_rl.bench.trl_step import time_trl
 
-    device = config.device or "cpu"
     rollouts = draw_rollouts(config, shape_config(config.shape).vocab_size)
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-    results: dict[str, Any] = {}
-    for name in config.rivals:
-        say(f"the same by {name}")
-        try:
-            timed = time_trl(
-                config.shape,
-                device,
-                dtype,
-                [rollout.prompt.ids for rollout in rollouts],
-                [tuple(rollout.token_ids.tolist()) for rollout in rollouts],
-                group=GROUP,
-                microbatch=config.rival_rows,
-                recompute=update_config.activations != "keep",
-                steps=config.steps,
-                seed=config.seed,
-            )
-            results[name] = {**timed, "ratio": ours / timed["tokens_per_s"]}
-        except Exception as error:
-            results[name] = {"error": first_line(error)}
-    return results
+
+    def trl() -> Timed:
+        return time_trl(
+            config.shape,
+            config.device or "cpu",
+            dtype,
+            [rollout.prompt.ids for rollout in rollouts],
+            [tuple(rollout.token_ids.tolist()) for rollout in rollouts],
+            group=GROUP,
+            microbatch=config.rival_rows,
+            recompute=update_config.activations != "keep",
+            steps=config.steps,
+            seed=config.seed,
+        )
+
+    return measure_each({"trl": trl}, config.rivals, ours, say)

@@ -4,16 +4,20 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
+
+from sparse_rl.runfolder import write_whole
 
 
 def check(path: Path) -> None:
     """Raise if no record can be put into the file."""
     read(path)
+    beside = path.with_name(f".{path.name}.part")
     try:
-        _draft(path).touch()
-        _draft(path).unlink()
+        beside.touch()
+        beside.unlink()
     except OSError as error:
         raise ValueError(f"--result {str(path)!r} cannot be written ({error.strerror}); name another file.") from error
 
@@ -43,19 +47,15 @@ def merge(path: Path, record: dict[str, Any]) -> None:
         records[places[0]] = record
     else:
         records.append(record)
-    draft = _draft(path)
-    draft.write_text(json.dumps(records, indent=1, allow_nan=False) + "\n")
-    draft.replace(path)
-
-
-def _draft(path: Path) -> Path:
-    return path.with_name(f"{path.name}.draft")
+    write_whole(path, json.dumps(records, indent=1, allow_nan=False) + "\n", remedy="name another file")
 
 
 def _rounded(value: Any) -> Any:
-    """Floats with six digits: more is noise."""
+    """Floats with six digits, more is noise; null for those that JSON has no name for."""
     if isinstance(value, dict):
         return {key: _rounded(item) for key, item in value.items()}
     if isinstance(value, list):
         return [_rounded(item) for item in value]
-    return float(f"{value:.6g}") if isinstance(value, float) else value
+    if not isinstance(value, float):
+        return value
+    return float(f"{value:.6g}") if math.isfinite(value) else None

@@ -6,7 +6,6 @@ Everything that is compiled or captured once is run before the clock starts and 
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -14,7 +13,7 @@ from typing import Any
 
 import torch
 
-from sparse_rl.bench.against import Timed, time_generate, time_vllm
+from sparse_rl.bench.against import Timed, measure_each, time_generate, time_vllm
 from sparse_rl.bench.floor import FLOOR_ROLLOUTS, FLOOR_TOKENS, rollouts_for, xi_floor
 from sparse_rl.bench.meter import Meter, run, run_until, synchronize
 from sparse_rl.bench.profile import Profiler
@@ -35,7 +34,6 @@ from sparse_rl.model.sampler_adapter import SamplerAdapter
 from sparse_rl.model.shapes import random_model, shape_config
 from sparse_rl.rollout import Engine, EngineConfig, Progress, Sampling
 from sparse_rl.runfolder import hardware
-from sparse_rl.specs import first_line
 from sparse_rl.types import Prompt, Rollout
 
 WARM_TOKENS = 8  # beyond the first compression
@@ -111,7 +109,7 @@ def _engine_results(bench: Bench) -> dict[str, Any]:
     rollouts, seconds = run(bench.engine, prompts, bench.sampling, meter)
     if config.cut:
         assert meter.closed, f"the run ended before its window of {window}"
-        tokens, seconds = round(meter.steps * config.rows), meter.seconds
+        tokens, seconds = meter.steps * config.rows, meter.seconds
     else:
         tokens = sum(len(rollout.token_ids) for rollout in rollouts)
         assert tokens == sum(output_lengths(prompts)) * config.n, "the engine returned other lengths than asked for"
@@ -265,23 +263,11 @@ def time_full(config: BenchConfig, dtype: torch.dtype, engine: EngineConfig, say
 def measure_rivals(
     config: BenchConfig, engine: EngineConfig, dtype: torch.dtype, tokens_per_s: float, *, say: Callable[[str], None]
 ) -> dict[str, Any]:
-    """What each rival makes of the same work, and how many times faster the engine was; or why there is no figure."""
+    """The same work by others."""
+    prompts = make_prompts(config, shape_config(config.shape).vocab_size)
     times: dict[str, Callable[[], Timed]] = {
         "full": lambda: time_full(config, dtype, engine, say),
         "generate": lambda: time_generate(config, dtype, prompts),
         "vllm": lambda: time_vllm(config, dtype, prompts),
     }
-    prompts = make_prompts(config, shape_config(config.shape).vocab_size)
-    found: dict[str, Any] = {}
-    for name in config.rivals:
-        gc.collect()
-        if torch.device(config.device or "cpu").type == "cuda":
-            torch.cuda.empty_cache()
-        say(f"the same work by {name}")
-        try:
-            timed = times[name]()
-        except Exception as error:  # whatever a rival does, our own figure stands
-            found[name] = {"error": first_line(error)}
-            continue
-        found[name] = {**timed, "ratio": tokens_per_s / timed["tokens_per_s"]}
-    return found
+    return measure_each(times, config.rivals, tokens_per_s, say)

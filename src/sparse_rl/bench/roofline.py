@@ -15,15 +15,11 @@ from dataclasses import dataclass
 
 import torch
 
+from sparse_rl.calibrate.cost import gpu
+
 FORMULA = "max(b N / BW, 2 N B / F) + B c kv / BW + 4 B V / BW"
 
-# Reachable, not published: the H200's were measured (read, and bf16 matmul); the others have the same share of theirs.
-_READ, _MATMUL = 4.19 / 4.8, 780 / 989
-DEVICES: dict[str, tuple[float, float]] = {
-    r"H200": (4.19e12, 780e12),
-    r"H100.*HBM3": (3.35e12 * _READ, 989e12 * _MATMUL),
-    r"A100-SXM4-80GB": (2.04e12 * _READ, 312e12 * _MATMUL),
-}
+DEVICES = {r"H200": "h200", r"H100.*HBM3": "h100", r"A100-SXM4-80GB": "a100-80"}  # by the names that torch has
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,8 +58,9 @@ def linear_parameters(model: torch.nn.Module) -> int:
 
 
 def device_limits(name: str, dtype: torch.dtype) -> tuple[float | None, float | None]:
-    """Bandwidth and operations a second of a device by its name; None where they are not known."""
-    for pattern, (bandwidth, flops) in DEVICES.items():
+    """Bandwidth and operations a second that a device by its name reaches; None where they are not known."""
+    for pattern, short in DEVICES.items():
         if re.search(pattern, name):
-            return bandwidth, flops if dtype in (torch.bfloat16, torch.float16) else None
+            known = gpu(short)
+            return known.bandwidth, known.flops if dtype in (torch.bfloat16, torch.float16) else None
     return None, None

@@ -24,6 +24,17 @@ from sparse_rl.model.tiny import tiny_tokenizer
 from sparse_rl.specs import first_line
 
 Rows = list[tuple[int, ...]]
+FIXED = {  # the same step as ours, and nothing else in its time
+    "beta": 0.0,
+    "use_vllm": False,
+    "optim": "adamw_torch_fused",
+    "max_grad_norm": 1.0,
+    "shuffle_dataset": False,
+    "report_to": "none",
+    "logging_strategy": "no",
+    "save_strategy": "no",
+    "disable_tqdm": True,
+}
 
 
 class _Clock(TrainerCallback):
@@ -57,8 +68,6 @@ def time_trl(
     seed: int,
 ) -> dict[str, Any]:
     """The median of `steps` after one to warm up; a prompt for each completion, those of a group side by side."""
-    if len(prompts) != len(completions):
-        raise ValueError(f"{len(prompts)} prompts for {len(completions)} completions; give each completion its prompt.")
     if len(completions) % microbatch:
         raise RuntimeError(f"TRL cuts equal micro-batches, and {microbatch} does not divide {len(completions)} rows.")
     if dtype not in (torch.bfloat16, torch.float32):
@@ -68,32 +77,23 @@ def time_trl(
         _ = trl.GRPOTrainer  # trl imports what it needs only when asked for it
     except (ImportError, RuntimeError) as error:
         raise RuntimeError(f"trl cannot be imported: {first_line(error)}") from error
+    asked = {
+        "per_device_train_batch_size": microbatch,
+        "gradient_accumulation_steps": len(completions) // microbatch,
+        "num_generations": group,
+        "max_steps": 1 + steps,
+        "max_completion_length": max(map(len, completions)),
+        "bf16": dtype == torch.bfloat16,
+        "gradient_checkpointing": recompute,
+        "use_cpu": torch.device(device).type == "cpu",
+        "seed": seed,
+    }
     attention = "flash_attention_2" if importlib.util.find_spec("flash_attn") else "sdpa"
     model = random_module(shape, device, dtype, seed, attn_implementation=attention)
     clock = _Clock()
     with tempfile.TemporaryDirectory() as folder:
         try:
-            config = trl.GRPOConfig(
-                output_dir=folder,
-                max_steps=1 + steps,
-                per_device_train_batch_size=microbatch,
-                gradient_accumulation_steps=len(completions) // microbatch,
-                num_generations=group,
-                max_completion_length=max(map(len, completions)),
-                bf16=dtype == torch.bfloat16,
-                gradient_checkpointing=recompute,
-                beta=0.0,
-                use_vllm=False,
-                optim="adamw_torch_fused",
-                max_grad_norm=1.0,
-                use_cpu=torch.device(device).type == "cpu",
-                seed=seed,
-                shuffle_dataset=False,
-                report_to="none",
-                logging_strategy="no",
-                save_strategy="no",
-                disable_tqdm=True,
-            )
+            config = trl.GRPOConfig(output_dir=folder, **FIXED, **asked)
             trainer = _trainer(trl, datasets, model, config, prompts, completions, clock)
         except ValueError as error:
             raise RuntimeError(f"TRL refuses this work: {first_line(error)}") from error

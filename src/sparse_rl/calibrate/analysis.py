@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from sparse_rl.calibrate.config import CalibrationConfig
-from sparse_rl.calibrate.search import Found, cheapest, pool_bins
+from sparse_rl.calibrate.search import Found, as_schedule, cheapest, pool_bins
 from sparse_rl.calibrate.statistics import describe
 from sparse_rl.calibrate.tokens import Tokens
 from sparse_rl.kv.schedule import Schedule
@@ -89,8 +89,7 @@ def met(schedule: Schedule, results: dict[str, Any], config: CalibrationConfig) 
 
 def doubts(results: dict[str, Any], config: CalibrationConfig) -> list[str]:
     """At most one note: why training on the schedule may go badly though it meets its targets, and what to do."""
-    found, bins = results["schedule"], results["bins"]
-    schedule = Schedule(tuple(found["starts"]), tuple(found["budgets"]))
+    bins, schedule = results["bins"], as_schedule(results["schedule"])
     alone = {run["budget"]: run for run in results["runs"]}
     ran = [results.get("verified", alone[schedule.at(start)]) for start, _ in bins]
     lows = [_lower_end(run["bins"][i], config) for i, run in enumerate(ran)]

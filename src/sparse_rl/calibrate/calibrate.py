@@ -21,7 +21,7 @@ from typing import Any
 
 from sparse_rl.calibrate.analysis import analyse, doubts
 from sparse_rl.calibrate.config import CalibrationConfig
-from sparse_rl.calibrate.search import with_budget
+from sparse_rl.calibrate.search import as_schedule, with_budget
 from sparse_rl.calibrate.tokens import Tokens, probe
 from sparse_rl.calibrate.verify import verified
 from sparse_rl.kv import EvictPolicy, Full, KVPolicy, policy_record
@@ -29,7 +29,7 @@ from sparse_rl.kv.schedule import Schedule, save
 from sparse_rl.model.load import LoadedModel
 from sparse_rl.rollout import EngineConfig, Progress, Sampling
 from sparse_rl.rollout.memory import Memory, free
-from sparse_rl.runfolder import command, differences, lock, provenance, write_whole
+from sparse_rl.runfolder import check_folder, command, differences, lock, provenance, refuse_changes, write_whole
 from sparse_rl.types import Prompt
 
 RECORD = "calibration.json"
@@ -62,14 +62,10 @@ class Calibration:
     engine: EngineConfig
     config: CalibrationConfig
 
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest context that a sample can reach."""
-        return longest_context(self.prompts, self.sampling, self.loaded.context)
-
     def budgets(self, longest: int | None = None) -> list[int]:
-        """To be tried, for contexts of at most `longest` tokens."""
-        return self.config.grid(self.policy, longest or self.longest, self.engine.page_size or self.policy.page_size)
+        """To be tried, for contexts of at most `longest` tokens, or what a sample can reach."""
+        longest = longest or longest_context(self.prompts, self.sampling, self.loaded.context)
+        return self.config.grid(self.policy, longest, self.engine.page_size or self.policy.page_size)
 
     def sampled(self) -> dict[str, Any]:
         """Everything that decides the runs; what is made of them is free to change."""
@@ -103,7 +99,7 @@ def calibrate(
     """
     folder, observer = Path(output), observer or CalibrationObserver()
     calibration.budgets()  # what is wrong with them is said before the work
-    check_folder(folder, resume=resume)
+    check_folder(folder, RECORD, "a calibration", resume=resume)
     folder.mkdir(parents=True, exist_ok=True)
     with lock(folder, "calibrating"):
         record = _record(folder, calibration, named or {})
@@ -124,20 +120,8 @@ def calibrate(
         told = {key: results[key] for key in ("model", "kv", "hardware", "commit", "finished") if key in results}
         names = ("target", "relative", "overlap", "tail", "sure", "tokens", "bin")
         asked = {name: results["settings"][name] for name in names}
-        schedule = Schedule(*(tuple(results["schedule"][key]) for key in ("starts", "budgets")))
-        save(schedule, folder / "schedule.json", **told, **asked)
+        save(as_schedule(results["schedule"]), folder / "schedule.json", **told, **asked)
     return results
-
-
-def check_folder(folder: Path, *, resume: bool) -> None:
-    """Refuse to mix two calibrations, or to go on with none."""
-    if (folder / RECORD).is_file():
-        if not resume:
-            raise ValueError(f"{folder} has a calibration in it; go on with it (--resume), or give another --output.")
-    elif folder.exists() and (not folder.is_dir() or any(not path.name.startswith(".") for path in folder.iterdir())):
-        raise ValueError(f"{folder} has something else than a calibration in it; give another --output.")
-    elif resume and not folder.exists():
-        raise ValueError(f"there is no calibration to resume in {folder}; leave out --resume.")
 
 
 def _record(folder: Path, calibration: Calibration, named: dict[str, Any]) -> dict[str, Any]:
@@ -150,11 +134,7 @@ def _record(folder: Path, calibration: Calibration, named: dict[str, Any]) -> di
             changed = differences(before["sampled"], sampled)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{path} is damaged; give another --output.") from error
-        if changed:
-            raise ValueError(
-                f"{folder} was calibrated with other settings: {'; '.join(changed)}; resume with those, or give "
-                "another --output."
-            )
+        refuse_changes(str(folder), "calibrated", changed)
         found = before
     else:
         found = {

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -71,8 +72,8 @@ class CalibrationConfig:
             raise ValueError(f"target is {self.target}; it must lie between 0 and 1, as 0.86 does.")
         if self.sure and not self.bootstrap:
             raise ValueError("sure needs the intervals that bootstrap 0 leaves out; give bootstrap 200.")
-        if self.entropy < 0:
-            raise ValueError(f"entropy is {self.entropy}; it must be at least 0.")
+        if not 0.0 <= self.entropy < math.inf:
+            raise ValueError(f"entropy is {self.entropy}; it must be at least 0, and finite.")
         for name, choices in (("overlap", SCALES), ("tail", tuple(TAILS)), ("tokens", GROUPS)):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; choose one of {', '.join(choices)}.")

@@ -26,7 +26,7 @@ import numpy as np
 from sparse_rl.kv import EvictPolicy, KVPolicy
 from sparse_rl.kv.schedule import Schedule
 
-H200_INTENSITY = 412.0  # 989e12 operations over 4.8e12 bytes, 2 bytes an element
+INTENSITY = 412.0  # I of an H200: 989e12 operations over 4.8e12 bytes, 2 bytes an element
 REACHED = (4.19 / 4.8, 780 / 989)  # of the published bandwidth and operations; measured on an H200
 # Published: bytes a second, and dense operations a second in 16 bits.
 GPUS: dict[str, tuple[float, float]] = {
@@ -126,22 +126,13 @@ def gpu(name: str) -> Machine:
     return Machine(name=name.upper(), bandwidth=bandwidth * REACHED[0], flops=flops * REACHED[1])
 
 
-def dense_eflops(model: Model, *, n: int, prompt: int, output: int, intensity: float = H200_INTENSITY) -> float:
+def dense_eflops(model: Model, *, n: int, prompt: int, output: int) -> float:
     ratio, width = model.heads / model.kv_heads, model.width
     compute = 2.0 * model.parameters * n * output + ratio * (2.0 * prompt + output) * output * n * width
-    return compute + intensity * (2.0 * prompt * output * width + n * float(output) ** 2 * width)
+    return compute + INTENSITY * (2.0 * prompt * output * width + n * float(output) ** 2 * width)
 
 
-def sparse_eflops(
-    model: Model,
-    reading: Reading,
-    *,
-    n: int,
-    prompt: int,
-    output: int,
-    intensity: float = H200_INTENSITY,
-    printed: bool = False,
-) -> float:
+def sparse_eflops(model: Model, reading: Reading, *, n: int, prompt: int, output: int, printed: bool = False) -> float:
     ratio, width = model.heads / model.kv_heads, model.width
     contexts = np.arange(prompt, prompt + output)
     dense = min(1.0, reading.dense_layers / model.layers)
@@ -149,9 +140,9 @@ def sparse_eflops(
     reads = dense * held + (1.0 - dense) * float(reading.entries(contexts).sum())
     of_prompt = 2.0 * prompt * width * output / (1 if printed else reading.page)
     of_output = width * float(output) ** 2 / (2.0 * reading.page)
-    scoring = n * of_prompt + ratio * n * of_output + intensity * (of_prompt + n * of_output)
+    scoring = n * of_prompt + ratio * n * of_output + INTENSITY * (of_prompt + n * of_output)
     scoring *= held / float(contexts.sum())
-    attention = 2.0 * (ratio + intensity) * n * width * reads
+    attention = 2.0 * (ratio + INTENSITY) * n * width * reads
     return 2.0 * n * model.parameters * output + attention + (1.0 - dense) * reading.landmarks * scoring
 
 

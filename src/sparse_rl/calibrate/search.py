@@ -31,10 +31,12 @@ def budget_grid(
     They are geometric; where pages are too coarse for that many, there are fewer.
     """
     top = page * max(1, -(-(min(highest, longest) if highest else longest) // page))
-    bottom = page * max(1, -(-(lowest or longest // SPAN) // page))
+    bottom = page * max(1, -(-(lowest or min(top, longest // SPAN)) // page))
+    if bottom > top:
+        raise ValueError(f"lowest is {lowest}, above the longest context, {longest}; give a smaller --lowest.")
     while bottom < top and not possible(policy, bottom, page_size):
         bottom += page
-    if bottom > top or not possible(policy, top, page_size):
+    if not possible(policy, top, page_size):
         raise ValueError(
             f"no budget up to {top} is possible with {policy.name}: protected entries or pages alone take more; "
             "protect less, give longer samples (--max-tokens), or a larger --highest."
@@ -46,9 +48,7 @@ def budget_grid(
 def possible(policy: KVPolicy, budget: int, page_size: int) -> bool:
     """Whether the policy accepts the budget, with the engine's pages."""
     try:
-        given = with_budget(policy, budget)
-        if given.selection is not None:
-            given.selection.check_page_size(page_size)
+        with_budget(policy, budget).check_page_size(page_size)
     except ValueError:
         return False
     return True
@@ -147,6 +147,11 @@ def lowered(
                     down = down[place + 1 :]
                 place = len(down) // 2
     return own
+
+
+def as_schedule(found: dict[str, Any]) -> Schedule:
+    """The schedule that results hold."""
+    return Schedule(tuple(found["starts"]), tuple(found["budgets"]))
 
 
 def steps(starts: Sequence[int], chosen: Sequence[int]) -> Schedule:

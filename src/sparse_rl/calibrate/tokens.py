@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import io
-import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -19,6 +18,7 @@ from sparse_rl.model.load import LoadedModel
 from sparse_rl.objective.mismatch import TOP, overlap_bounds, overlap_ids, overlap_top
 from sparse_rl.rollout import EngineConfig, Progress, Sampling
 from sparse_rl.rollout.memory import GuardedEngine, Memory
+from sparse_rl.runfolder import write_whole
 from sparse_rl.score.head import Head
 from sparse_rl.score.pack import flatten, pack
 from sparse_rl.score.score import score_microbatch
@@ -53,17 +53,7 @@ class Tokens:
         """All of it or nothing, and on disk when this returns."""
         content = io.BytesIO()
         np.savez(content, **asdict(self))
-        part = path.with_name(f".{path.name}.part")
-        try:
-            with open(part, "wb") as file:
-                file.write(content.getbuffer())
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(part, path)
-        except OSError as error:
-            raise OSError(
-                f"{path} could not be written ({error.strerror}); make room on the disk, then resume."
-            ) from error
+        write_whole(path, content.getbuffer())
 
     @classmethod
     def load(cls, path: Path) -> Tokens | None:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from sparse_rl.calibrate.analysis import contexts, described, met, tail_row, unreached
 from sparse_rl.calibrate.config import CalibrationConfig
-from sparse_rl.calibrate.search import lowered, raised, steps
+from sparse_rl.calibrate.search import as_schedule, lowered, raised, steps
 from sparse_rl.calibrate.tokens import Tokens
 from sparse_rl.kv.schedule import Schedule
 
@@ -51,7 +51,7 @@ class _Search:
     def __init__(self, results: dict[str, Any], runs: Runs, config: CalibrationConfig) -> None:
         self.runs, self.config, self.rounds = runs, config, config.verify
         self.bins, self.budgets, self.targets = results["bins"], results["budgets"], results["targets"]
-        given = Schedule(*(tuple(results["schedule"][key]) for key in ("starts", "budgets")))
+        given = as_schedule(results["schedule"])
         self.least = [given.at(start) for start, _ in self.bins]
         self.alone = {run["budget"]: tail_row(run, config) for run in results["runs"]}
         # a bin whose target no budget meets must keep what the largest has; min() leaves out one without a measurement

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 from dataclasses import asdict, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from sparse_rl.cli.parsing import make_parser, model_dtype, parse, quiet_bars
+from sparse_rl.cli.parsing import add_fields, make_parser, model_dtype, parse, quiet_bars
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from jsonargparse import ArgumentParser, Namespace
 
     from sparse_rl.bench import BenchConfig
@@ -51,45 +53,29 @@ def run(arguments: list[str]) -> None:
         raise ValueError(f"bench measures {given}, which it cannot; write `sparse-rl bench rollout` or `learner`.")
     settings = parse(_parser(), arguments[1:])
     from sparse_rl.bench import measure, measure_rivals
-    from sparse_rl.bench.record import check, merge
     from sparse_rl.config import build_kv, build_section
     from sparse_rl.kv import policy_record
     from sparse_rl.report.progress import ProgressLine
     from sparse_rl.rollout import EngineConfig
-    from sparse_rl.runfolder import command, provenance
 
     policy = build_kv(settings.kv)
     config = _config(settings)
     engine = build_section(EngineConfig, "engine", settings.engine)
     dtype = model_dtype(config.dtype)
     assert dtype is not None
-    if settings.result is not None:
-        check(Path(settings.result))  # what is wrong with it is said before the work
+    check_result(settings)
     quiet_bars()
     with ProgressLine() as line:
+        results = measure(config, policy, engine, dtype, say=line.say, show=line.show)
+    parts = {"kv": policy_record(policy), "engine": asdict(engine) | {"rows": config.rows}}
+    label = settings.label or default_label(config, policy, engine)
+    record = as_record(label, ["bench", *arguments], config, parts, results)
 
-        def say(text: str) -> None:
-            line.print(f"sparse-rl: {text}")
-
-        results = measure(config, policy, engine, dtype, say=say, show=line.show)
-    record = {
-        "label": settings.label or default_label(config, policy, engine),
-        "command": command(["bench", *arguments]),
-        **provenance(_device(config)),
-        "settings": {**asdict(config), "kv": policy_record(policy), "engine": asdict(engine)},
-        "results": {**results, "against": {}},
-    }
-    results = record["results"]
-    record["settings"]["engine"]["rows"] = config.rows
-    print("\n".join(lines(record)), flush=True)
-    if settings.result is not None:
-        merge(Path(settings.result), record)
-    if config.rivals:
+    def rivals() -> dict[str, Any]:
         with ProgressLine() as line:
-            results["against"] = measure_rivals(config, engine, dtype, results["tokens_per_s"], say=say)
-        print("\n".join(rival_lines(results["against"])))
-        if settings.result is not None:
-            merge(Path(settings.result), record)
+            return measure_rivals(config, engine, dtype, results["tokens_per_s"], say=line.say)
+
+    show_and_keep(record, lines(record), settings.result, rivals if config.rivals else None)
 
 
 def _parser() -> ArgumentParser:
@@ -98,7 +84,8 @@ def _parser() -> ArgumentParser:
     from sparse_rl.rollout import EngineConfig
 
     parser = make_parser("bench rollout", DESCRIPTION)
-    add_flags(parser, BenchConfig, smaller=ON_CPU)
+    add_fields(parser, BenchConfig, on_cpu=ON_CPU)
+    add_result(parser)
     add_kv_section(parser)
     add_section(parser, "engine", EngineConfig, leave_out=("rows",))
     return parser
@@ -113,30 +100,53 @@ def _config(settings: Namespace) -> BenchConfig:
     return decided(BenchConfig(**{**small, **asked}))
 
 
-def add_flags(parser: ArgumentParser, component: type, smaller: dict[str, int] | None = None) -> None:
-    """A flag for every field of the measurement's settings, and where its record goes.
-
-    smaller: what some of them are on a CPU if they are not given
-    """
-    from jsonargparse import ActionYesNo
-
-    from sparse_rl.config import field_texts
-
-    hints, texts = get_type_hints(component), field_texts(component)
-    for field in fields(component):
-        hint = hints[field.name]
-        flag: dict[str, Any] = {"type": str if get_origin(hint) is Literal else hint}
-        if hint is bool:
-            flag = {"action": ActionYesNo(no_prefix="no-")}
-        name, default, text = field.name.replace("_", "-"), field.default, texts[field.name]
-        if smaller and field.name in smaller:
-            text += f"; {default} on a GPU and {smaller[field.name]} on a CPU if not given"
-            default, flag = None, {"type": hint | None}
-        parser.add_argument(f"--{name}", default=default, help=text, **flag)
+def add_result(parser: ArgumentParser) -> None:
+    """Where a measurement's record goes."""
     parser.add_argument("--result", type=str | None, default=None, help="JSON file the measurement is put into")
     parser.add_argument(
         "--label", type=str | None, default=None, help="its name there; an earlier one of this name is replaced"
     )
+
+
+def check_result(settings: Namespace) -> None:
+    """What is wrong with the file is said before the work."""
+    from sparse_rl.bench.record import check
+
+    if settings.result is not None:
+        check(Path(settings.result))
+
+
+def as_record(
+    label: str, arguments: list[str], config: Any, parts: dict[str, Any], results: dict[str, Any]
+) -> dict[str, Any]:
+    """A measurement as its file holds it; nobody has been measured against it yet."""
+    import torch
+
+    from sparse_rl.runfolder import command, provenance
+
+    return {
+        "label": label,
+        "command": command(arguments),
+        **provenance(torch.device(config.device)),
+        "settings": {**asdict(config), **parts},
+        "results": {**results, "against": {}},
+    }
+
+
+def show_and_keep(
+    record: dict[str, Any], shown: list[str], result: str | None, rivals: Callable[[], dict[str, Any]] | None
+) -> None:
+    """Print the measurement and put it into the file; then measure the rivals, if there are any, and do the same."""
+    from sparse_rl.bench.record import merge
+
+    print("\n".join(shown), flush=True)
+    if result is not None:
+        merge(Path(result), record)
+    if rivals is not None:
+        record["results"]["against"] = rivals()
+        print("\n".join(rival_lines(record["results"]["against"])))
+        if result is not None:
+            merge(Path(result), record)
 
 
 def decided(config: C) -> C:
@@ -152,12 +162,6 @@ def _device_name(given: str | None) -> str:
     return given or ("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def _device(config: BenchConfig) -> Any:
-    import torch
-
-    return torch.device(config.device or "cpu")
-
-
 def default_label(config: BenchConfig, policy: Any, engine: Any) -> str:
     """What tells this measurement from the others of a file: the work, and every setting that is not the default."""
     parts = [config.shape, str(config.device), str(config.dtype), policy.name]
@@ -168,70 +172,64 @@ def default_label(config: BenchConfig, policy: Any, engine: Any) -> str:
     parts += [f"adapter {config.adapter}"] if config.adapter else []
     parts += [f"{config.max_steps} steps"] if config.cut else []
     parts += [f"seed {config.seed}"] if config.seed else []
-    for settings in (policy, engine):
-        for field in fields(settings):
-            value = getattr(settings, field.name)
-            if field.name not in ("budget", "interval") and value is not None and value != field.default:
-                parts.append(f"{field.name} {value}")
-    return ", ".join(parts)
+    return ", ".join([*parts, *not_default(policy, "budget", "interval"), *not_default(engine)])
+
+
+def not_default(settings: Any, *told: str) -> list[str]:
+    """The settings that are not the default, but for those that are told already."""
+    found = []
+    for field in fields(settings):
+        value = getattr(settings, field.name)
+        if field.name not in told and value is not None and value != field.default:
+            found.append(f"{field.name} {value}")
+    return found
 
 
 def lines(record: dict[str, Any]) -> list[str]:
     """A measurement for people."""
     results, kv, roofline = record["results"], record["results"]["kv"], record["results"]["roofline"]
-    window, step_ms = results["window"], results["step_ms"]
+    window, step_ms, shown = results["window"], results["step_ms"], []
+
+    def show(name: str, text: str) -> None:
+        shown.append(f"{name:9} {text}")
+
+    show("", f"{record['label']}, {record['hardware']}")
     rate = f"{results['tokens_per_s']:,.0f} tok/s"
     if results["cut"]:
-        rate += f", cut: {window['steps']:,.0f} steps from step {window['first_step']:,} on"
+        show("speed", f"{rate}, cut: {window['steps']:,.0f} steps from step {window['first_step']:,} on")
     else:
-        rate += f" end to end ({results['tokens']:,} tokens in {results['seconds']:.1f} s)"
-    shown = [("", f"{record['label']}, {record['hardware']}"), ("speed", rate)]
+        show("speed", f"{rate} end to end ({results['tokens']:,} tokens in {results['seconds']:.1f} s)")
     if step_ms is None:
-        shown.append(("step", "no time: too few steps with all rows in flight"))
+        show("step", "no time: too few steps with all rows in flight")
     else:
-        shown.append(("step", f"{step_ms:.2f} ms at full rows, {window['mean_entries']:,.0f} entries read a row"))
+        show("step", f"{step_ms:.2f} ms at full rows, {window['mean_entries']:,.0f} entries read a row")
         split = {name: ms for name, ms in results["split_ms"].items() if name != "total"}
         parts = [f"{name} {ms:.2f} ms ({100 * ms / step_ms:.1f} %)" for name, ms in split.items()]
-        shown.append(("split", ", ".join(parts) or "needs a GPU and --profile"))
-    if roofline is None and step_ms is not None:
-        shown.append(("roofline", "needs the device's known bandwidth and flops: give --bandwidth and --flops"))
-    elif roofline is not None:
-        shown.append(
-            (
-                "roofline",
-                f"{100 * roofline['share']:.0f} % of it ({roofline['step_ms']:.2f} ms a step, "
-                f"{roofline['tokens_per_s']:,.0f} tok/s)",
-            )
-        )
-        shown.append(("", f"step = {roofline['formula']}"))
-        shown.append(("", f"with {roofline['numbers']}"))
+        show("split", ", ".join(parts) or "needs a GPU and --profile")
+    if roofline is not None:
+        least = f"{roofline['step_ms']:.2f} ms a step, {roofline['tokens_per_s']:,.0f} tok/s"
+        show("roofline", f"{100 * roofline['share']:.0f} % of it ({least})")
+        show("", f"step = {roofline['formula']}")
+        show("", f"with {roofline['numbers']}")
+    elif step_ms is not None:
+        show("roofline", "needs the device's known bandwidth and flops: give --bandwidth and --flops")
     ratio = "" if kv["ratio"] is None else f" ({100 * kv['ratio']:.1f} %)"
     sizes = f"{in_bytes(kv['peak_bytes'])} at the peak, dense {in_bytes(kv['dense_bytes'])}{ratio}"
-    shown.append(
-        ("KV", f"{sizes}, saved {100 * kv['saved_frac']:.0f} %, read {100 * kv['read_frac']:.0f} % over the steps run")
-    )
+    shares = f"saved {100 * kv['saved_frac']:.0f} %, read {100 * kv['read_frac']:.0f} % over the steps run"
+    show("KV", f"{sizes}, {shares}")
     if plain := results.get("without_adapter"):
         times = plain["tokens_per_s"] / results["tokens_per_s"]
         steps = f", {plain['step_ms']:.2f} ms a step" if plain["step_ms"] is not None else ""
-        shown.append(
-            ("adapter", f"{times:.2f}x the time of the same without it ({plain['tokens_per_s']:,.0f} tok/s{steps})")
-        )
+        show("adapter", f"{times:.2f}x the time of the same without it ({plain['tokens_per_s']:,.0f} tok/s{steps})")
     if record["hardware"].startswith("NVIDIA") and not results["graphs"]:
-        shown.append(
-            ("graphs", "none: steps ran one kernel at a time; a warning above says why, or --engine.graphs is off")
-        )
-    floor = results["xi_floor"]
-    if floor is not None:
+        show("graphs", "none: steps ran one kernel at a time; a warning above says why, or --engine.graphs is off")
+    if floor := results["xi_floor"]:
         ours = f"|log xi| mean {floor['mean']:.2g}, max {floor['max']:.2g}: rounding alone"
-        shown.append(("xi floor", f"{ours}; the module's own {floor['module_mean']:.2g}, {floor['module_max']:.2g}"))
-    shown.append(
-        (
-            "warm-up",
-            f"{results['warmup_s']:.1f} s, {results['capture_s']:.1f} s of it compiling and capturing; "
-            f"{results['late_capture_s']:.1f} s more of that in the run itself",
-        )
-    )
-    return [f"{name:9} {text}" for name, text in shown]
+        show("xi floor", f"{ours}; the module's own {floor['module_mean']:.2g}, {floor['module_max']:.2g}")
+    captured = f"{results['capture_s']:.1f} s of it compiling and capturing"
+    late = f"{results['late_capture_s']:.1f} s more of that in the run itself"
+    show("warm-up", f"{results['warmup_s']:.1f} s, {captured}; {late}")
+    return shown
 
 
 def rival_lines(rivals: dict[str, Any]) -> list[str]:

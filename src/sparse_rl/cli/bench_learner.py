@@ -4,11 +4,10 @@
 from __future__ import annotations
 
 from dataclasses import asdict, fields
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sparse_rl.cli.bench import add_flags, decided, in_bytes, rival_lines
-from sparse_rl.cli.parsing import make_parser, model_dtype, parse, quiet_bars
+from sparse_rl.cli.bench import add_result, as_record, check_result, decided, in_bytes, not_default, show_and_keep
+from sparse_rl.cli.parsing import add_fields, make_parser, model_dtype, parse, quiet_bars
 
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser
@@ -26,10 +25,8 @@ Models have random weights, so nothing is downloaded. Compiling happens before t
 def run(arguments: list[str]) -> None:
     settings = parse(_parser(), arguments)
     from sparse_rl.bench.learner import LearnerBenchConfig, measure_learner, measure_learner_rivals
-    from sparse_rl.bench.record import check, merge
     from sparse_rl.config import build_section
     from sparse_rl.report.progress import ProgressLine
-    from sparse_rl.runfolder import command, provenance
     from sparse_rl.train import OptimizerConfig, UpdateConfig
 
     config = decided(LearnerBenchConfig(**{f.name: settings[f.name] for f in fields(LearnerBenchConfig)}))
@@ -37,33 +34,19 @@ def run(arguments: list[str]) -> None:
     optimizer = build_section(OptimizerConfig, "optimizer", settings["optimizer"])
     dtype = model_dtype(config.dtype)
     assert dtype is not None
-    if settings.result is not None:
-        check(Path(settings.result))  # what is wrong with it is said before the work
+    check_result(settings)
     quiet_bars()
     with ProgressLine() as line:
+        results = measure_learner(config, update, optimizer, dtype, say=line.say)
+    parts = {"update": asdict(update), "optimizer": asdict(optimizer)}
+    label = settings.label or default_label(config, update, optimizer)
+    record = as_record(label, ["bench", "learner", *arguments], config, parts, results)
 
-        def say(text: str) -> None:
-            line.print(f"sparse-rl: {text}")
+    def rivals() -> dict[str, Any]:
+        with ProgressLine() as line:
+            return measure_learner_rivals(config, update, dtype, results["tokens_per_s"], line.say)
 
-        results = measure_learner(config, update, optimizer, dtype, say=say)
-    import torch
-
-    record: dict[str, Any] = {
-        "label": settings.label or default_label(config, update, optimizer),
-        "command": command(["bench", "learner", *arguments]),
-        **provenance(torch.device(config.device or "cpu")),
-        "settings": {**asdict(config), "update": asdict(update), "optimizer": asdict(optimizer)},
-        "results": {**results, "against": {}},
-    }
-    print("\n".join(lines(record)), flush=True)
-    if settings.result is not None:
-        merge(Path(settings.result), record)
-    if config.rivals:
-        rivals = measure_learner_rivals(config, update, dtype, results["tokens_per_s"], say)
-        record["results"]["against"] = rivals
-        print("\n".join(rival_lines(rivals)))
-        if settings.result is not None:
-            merge(Path(settings.result), record)
+    show_and_keep(record, lines(record), settings.result, rivals if config.rivals else None)
 
 
 def _parser() -> ArgumentParser:
@@ -72,21 +55,25 @@ def _parser() -> ArgumentParser:
     from sparse_rl.train import OptimizerConfig, UpdateConfig
 
     parser = make_parser("bench learner", DESCRIPTION)
-    add_flags(parser, LearnerBenchConfig)
+    add_fields(parser, LearnerBenchConfig)
+    add_result(parser)
     add_section(parser, "update", UpdateConfig)
     add_section(parser, "optimizer", OptimizerConfig)
     return parser
 
 
 def default_label(config: Any, update: Any, optimizer: Any) -> str:
-    """What tells this measurement from the others of a file."""
+    """What tells this measurement from the others of a file: the work, and every setting that is not the default."""
     lengths = f"{config.prompt}+{config.output}"
     if config.spread == "lognormal":
         lengths += f" lognormal {config.median} {config.sigma:g}"
     parts = [config.shape, config.device, config.dtype, f"{config.sequences} x {lengths}"]
     parts += [f"{update.max_tokens} tokens a forward", update.activations]
     parts += [optimizer.kind] if optimizer.kind != "adamw" else []
-    return ", ".join([*parts, *(["offload"] if optimizer.offload else [])])
+    parts += ["offload"] if optimizer.offload else []
+    parts += [f"seed {config.seed}"] if config.seed else []
+    parts += not_default(update, "max_tokens", "activations")
+    return ", ".join([*parts, *not_default(optimizer, "kind", "offload")])
 
 
 def lines(record: dict[str, Any]) -> list[str]:

@@ -3,16 +3,26 @@
 
 from __future__ import annotations
 
-import logging
-import sys
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import TYPE_CHECKING
 
-from sparse_rl.cli.parsing import add_model, make_parser, model_dtype, parse, quiet_bars
+from jsonargparse import Namespace
+
+from sparse_rl.cli.parsing import (
+    add_engine,
+    add_fields,
+    add_model,
+    build_engine,
+    make_parser,
+    model_dtype,
+    parse,
+    quiet_bars,
+    show_warnings,
+)
 
 if TYPE_CHECKING:
-    from jsonargparse import ArgumentParser, Namespace
+    from jsonargparse import ArgumentParser
 
     from sparse_rl.calibrate import CalibrationConfig
     from sparse_rl.kv import KVPolicy
@@ -46,8 +56,6 @@ JSONL, JSON or parquet with a prompt or a problem in every row). Let them be lik
   sparse-rl calibrate cost --help       what a schedule saves: predicted for any shape and GPU, measured on this one
 """
 
-GPU_ROWS, CPU_ROWS = 256, 32
-
 
 def run(arguments: list[str]) -> None:
     if arguments[:1] == ["cost"]:
@@ -63,14 +71,14 @@ def run(arguments: list[str]) -> None:
     from sparse_rl.report.calibration_live import CalibrationLive
     from sparse_rl.report.calibration_page import summary_lines, write_calibration
 
-    logging.basicConfig(format="sparse-rl: %(levelname)s: %(message)s", level=logging.WARNING, stream=sys.stderr)
+    show_warnings()
     policy, config = parse_cache(settings.kv), _config(settings)
     if "budget" in specs.parse(settings.kv, "budget")[1]:
         raise ValueError(
             f"--kv {settings.kv!r} has a budget, but that is what is looked for; leave it out, or name the budgets to "
             "try with --budgets."
         )
-    sampling, engine = _sampling(settings), _engine(settings)
+    sampling, engine = _sampling(settings), build_engine(settings)
     if settings.dry_run:
         _dry_run(settings, policy, config, sampling, engine, load_reader(settings.model))
         return
@@ -87,13 +95,13 @@ def run(arguments: list[str]) -> None:
         results = calibrate(calibration, folder, named=named, resume=settings.resume, observer=live)
     write_calibration(results, folder)
     print("\n".join(summary_lines(results)))
-    print(f"{folder / 'schedule.json'}, {folder / 'report.html'}, {folder / 'report.png'}, {folder / 'results.json'}")
+    written = (folder / name for name in ("schedule.json", "report.html", "report.png", "results.json"))
+    print(", ".join(str(path) for path in written if path.exists()))  # no picture without matplotlib
 
 
 def _parser() -> ArgumentParser:
     from sparse_rl.calibrate import CalibrationConfig
-    from sparse_rl.config import add_section, add_task_section
-    from sparse_rl.rollout import EngineConfig
+    from sparse_rl.config import add_task_section
 
     parser = make_parser("calibrate", DESCRIPTION)
     parser.add_argument("--config", action="config", help="YAML file with any of these settings")
@@ -117,37 +125,16 @@ def _parser() -> ArgumentParser:
     parser.add_argument("--dry-run", action="store_true", help="show what would run, and stop")
     add_fields(parser, CalibrationConfig)
     add_task_section(parser)
-    rows = f"sequences decoded together; {GPU_ROWS} on a GPU and {CPU_ROWS} on a CPU if not given"
-    add_section(parser, "engine", EngineConfig, leave_out=("rows",))
-    parser.add_argument("--engine.rows", type=int | None, default=None, help=rows)
+    add_engine(parser)
     return parser
-
-
-def add_fields(parser: ArgumentParser, component: type) -> None:
-    """A flag for every field of the settings, without a section's name."""
-    from jsonargparse import ActionYesNo
-
-    from sparse_rl.config import field_texts, flag_type
-
-    hints, texts = get_type_hints(component), field_texts(component)
-    for field in fields(component):
-        hint = hints[field.name]
-        flag: dict[str, Any] = {"type": flag_type(hint)}
-        if hint is bool:
-            flag = {"action": ActionYesNo(no_prefix="no-")}
-        default = list(field.default) if isinstance(field.default, tuple) else field.default
-        parser.add_argument(f"--{field.name.replace('_', '-')}", default=default, help=texts[field.name], **flag)
 
 
 def _config(settings: Namespace) -> CalibrationConfig:
     from sparse_rl.calibrate import CalibrationConfig
+    from sparse_rl.config import build_section
 
     given = {field.name: settings[field.name] for field in fields(CalibrationConfig)}
-    budgets = given.pop("budgets")
-    try:
-        return CalibrationConfig(budgets=tuple(budgets) if isinstance(budgets, list) else (budgets,), **given)
-    except TypeError as error:
-        raise ValueError(f"a setting is null where it needs a value ({error}); give it one or leave it out.") from error
+    return build_section(CalibrationConfig, "calibrate", Namespace(**given))
 
 
 def _sampling(settings: Namespace) -> Sampling:
@@ -160,15 +147,6 @@ def _sampling(settings: Namespace) -> Sampling:
         return Sampling(**given)
     except ValueError as error:
         raise ValueError(str(error).replace("sampling.", "--")) from error
-
-
-def _engine(settings: Namespace) -> EngineConfig:
-    from sparse_rl.config import build_section
-    from sparse_rl.rollout import EngineConfig
-
-    if settings.engine.rows is None:
-        settings.engine.rows = CPU_ROWS if settings.device == "cpu" else GPU_ROWS
-    return build_section(EngineConfig, "engine", settings.engine)
 
 
 def _prompts(settings: Namespace, model: LoadedModel | Reader) -> list[Prompt]:

@@ -8,9 +8,11 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sparse_rl.cli.bench import check_result, decided
 from sparse_rl.cli.parsing import make_parser, model_dtype, parse, quiet_bars
 
 if TYPE_CHECKING:
+    import torch
     from jsonargparse import ArgumentParser, Namespace
 
     from sparse_rl.calibrate.cost import Machine, Model, Reading
@@ -35,28 +37,26 @@ ANCHOR = 128  # tokens of the context at which the fixed cost is measured
 
 def run(arguments: list[str]) -> None:
     settings = parse(_parser(), arguments)
-    from sparse_rl.bench.record import check, merge
+    from sparse_rl.bench.record import merge
     from sparse_rl.calibrate.cost import Reading
     from sparse_rl.evaluate.plan import parse_cache
     from sparse_rl.kv.schedule import load
 
     _check(settings)
-    if settings.result is not None:
-        check(Path(settings.result))  # what is wrong with it is said before the work
+    check_result(settings)
     policy = parse_cache(settings.kv) if settings.kv else None
     reading = (
         Reading(schedule=load(_budget(settings.budget)), page=settings.page)
         if policy is None
         else Reading.of(policy, settings.page)
     )
-    model = shape_model(settings.shape, 2)
     if settings.measure:
         assert policy is not None
         results = _measure(settings, policy, reading)
         if settings.result is not None:
             merge(Path(settings.result), _record(results))
     else:
-        results = _predict(settings, model, reading, _machine(settings))
+        results = _predict(settings, shape_model(settings.shape, 2), reading, _machine(settings))
     print(json.dumps(results, indent=1) if settings.json else "\n".join(lines(results)))
 
 
@@ -91,7 +91,6 @@ def _check(settings: Namespace) -> None:
         if settings[name] < 1:
             raise ValueError(f"--{name} is {settings[name]}; it must be at least 1.")
     for name in ("pages", "contexts"):
-        settings[name] = settings[name] if isinstance(settings[name], list) else [settings[name]]
         if any(each < 1 for each in settings[name]):
             raise ValueError(f"--{name} has {min(settings[name])} among them; they must be at least 1.")
     for name in ("bandwidth", "flops"):
@@ -185,20 +184,16 @@ def _predict(settings: Namespace, model: Model, reading: Reading, machine: Machi
 
 def _measure(settings: Namespace, policy: KVPolicy, reading: Reading) -> dict[str, Any]:
     """Steps of this machine beside what the model says of them."""
-    import numpy as np
     import torch
 
     from sparse_rl.bench import BenchConfig
-    from sparse_rl.bench.roofline import device_limits
-    from sparse_rl.bench.steps import device_speed, time_step
-    from sparse_rl.calibrate.cost import Machine, step_s
-    from sparse_rl.cli.bench import decided
+    from sparse_rl.bench.steps import time_step
     from sparse_rl.kv import Full
     from sparse_rl.model.load import check_device
     from sparse_rl.model.shapes import random_model
     from sparse_rl.report.progress import ProgressLine
     from sparse_rl.rollout import EngineConfig
-    from sparse_rl.runfolder import command, hardware, provenance
+    from sparse_rl.runfolder import command, provenance
 
     quiet_bars()
     config = decided(
@@ -207,44 +202,24 @@ def _measure(settings: Namespace, policy: KVPolicy, reading: Reading) -> dict[st
     check_device(str(config.device))
     dtype, device = model_dtype(config.dtype), torch.device(str(config.device))
     assert dtype is not None
-    model = shape_model(settings.shape, dtype.itemsize)
-    selects = hasattr(policy, "landmarks")  # chooses pages of the engine's own
-    engine = EngineConfig(page_size=settings.page) if selects else EngineConfig()
-    known = device_limits(hardware(device), dtype)
-    measured = device_speed(device, dtype) if None in known else known
-    bandwidth, flops = settings.bandwidth or measured[0], settings.flops or measured[1]
-    assert bandwidth is not None and flops is not None
-    machine = Machine(name=hardware(device), bandwidth=bandwidth, flops=flops)
+    model, machine = shape_model(settings.shape, dtype.itemsize), _this_machine(settings, device, dtype)
+    engine = EngineConfig(page_size=settings.page) if policy.selection is not None else EngineConfig()
     loaded = random_model(settings.shape, device, dtype, config.seed)
     with ProgressLine() as line:
 
-        def timed(kv: KVPolicy, context: int) -> tuple[float, np.ndarray]:
-            line.print(f"sparse-rl: {kv.name} at {context:,} tokens")
+        def both(kv: KVPolicy, context: int, machine: Machine) -> tuple[float, float]:
+            """Seconds of a step, as measured and as predicted."""
+            line.say(f"{kv.name} at {context:,} tokens")
             seconds, mean = time_step(loaded, config, kv, engine, context, show=line.show)
-            return seconds, np.array([round(mean)])
+            how = None if isinstance(kv, Full) else reading
+            return seconds, _step_s(model, machine, round(mean), config.rows, how)
 
-        anchor_s, at = timed(Full(), min(ANCHOR, *settings.contexts))
-        machine = replace(machine, fixed_s=max(0.0, anchor_s - float(step_s(model, machine, at, rows=config.rows)[0])))
-        steps = []
-        for context in settings.contexts:
-            (dense_s, dense_at), (sparse_s, sparse_at) = timed(Full(), context), timed(policy, context)
-            predicted = [
-                float(step_s(model, machine, at, rows=config.rows, reading=how)[0])
-                for at, how in ((dense_at, None), (sparse_at, reading))
-            ]
-            ratio, expected = dense_s / sparse_s, predicted[0] / predicted[1]
-            steps.append(
-                {
-                    "context": context,
-                    "dense_ms": 1e3 * dense_s,
-                    "sparse_ms": 1e3 * sparse_s,
-                    "ratio": ratio,
-                    "predicted_dense_ms": 1e3 * predicted[0],
-                    "predicted_sparse_ms": 1e3 * predicted[1],
-                    "predicted_ratio": expected,
-                    "error": expected / ratio - 1.0,
-                }
-            )
+        measured, predicted = both(Full(), min([ANCHOR, *settings.contexts]), machine)
+        machine = replace(machine, fixed_s=max(0.0, measured - predicted))
+        steps = [
+            _compared(context, both(Full(), context, machine), both(policy, context, machine))
+            for context in settings.contexts
+        ]
     return {
         "command": command(),
         **provenance(device),
@@ -254,6 +229,42 @@ def _measure(settings: Namespace, policy: KVPolicy, reading: Reading) -> dict[st
         "reading": asdict(reading),
         "work": {"rows": config.rows, "dtype": config.dtype},
         "steps": steps,
+    }
+
+
+def _this_machine(settings: Namespace, device: torch.device, dtype: torch.dtype) -> Machine:
+    """What it can do: as given, else as known of it, else as measured now."""
+    from sparse_rl.bench.roofline import device_limits
+    from sparse_rl.bench.steps import device_speed
+    from sparse_rl.calibrate.cost import Machine
+    from sparse_rl.runfolder import hardware
+
+    bandwidth, flops = device_limits(hardware(device), dtype)
+    if bandwidth is None or flops is None:
+        bandwidth, flops = device_speed(device, dtype)
+    return Machine(name=hardware(device), bandwidth=settings.bandwidth or bandwidth, flops=settings.flops or flops)
+
+
+def _step_s(model: Model, machine: Machine, context: int, rows: int, reading: Reading | None) -> float:
+    import numpy as np
+
+    from sparse_rl.calibrate.cost import step_s
+
+    return float(step_s(model, machine, np.array([context]), rows=rows, reading=reading)[0])
+
+
+def _compared(context: int, dense: tuple[float, float], sparse: tuple[float, float]) -> dict[str, float]:
+    """A context's steps, each as seconds measured and predicted."""
+    ratio, expected = (dense[i] / sparse[i] for i in range(2))
+    return {
+        "context": context,
+        "dense_ms": 1e3 * dense[0],
+        "sparse_ms": 1e3 * sparse[0],
+        "ratio": ratio,
+        "predicted_dense_ms": 1e3 * dense[1],
+        "predicted_sparse_ms": 1e3 * sparse[1],
+        "predicted_ratio": expected,
+        "error": expected / ratio - 1.0,
     }
 
 

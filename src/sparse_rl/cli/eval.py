@@ -3,13 +3,11 @@
 
 from __future__ import annotations
 
-import logging
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sparse_rl.cli.parsing import make_parser, parse, quiet_bars
+from sparse_rl.cli.parsing import add_engine, build_engine, make_parser, parse, quiet_bars, show_warnings
 
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser, Namespace
@@ -35,7 +33,6 @@ benchmark is run (prompt, samples, temperature, length, metrics); flags that dep
   sparse-rl eval ... --output evals/caches --resume
 """
 
-GPU_ROWS, CPU_ROWS = 256, 32
 FLAGS = {  # fields of an evaluation that are flags of the same name
     "data_dir": str,
     "problems": int,
@@ -63,7 +60,7 @@ def run(arguments: list[str]) -> None:
     from sparse_rl.report.eval_page import write_eval_report
     from sparse_rl.report.eval_table import print_tables
 
-    logging.basicConfig(format="sparse-rl: %(levelname)s: %(message)s", level=logging.WARNING, stream=sys.stderr)
+    show_warnings()
     quiet_bars()
     folder = Path(settings.output)
     results = evaluate_benchmarks(evaluation, folder, resume=settings.resume, observer=EvalLive(folder))
@@ -76,7 +73,6 @@ def _parser() -> ArgumentParser:
     from sparse_rl.config import add_section, field_texts
     from sparse_rl.evaluate import Evaluation
     from sparse_rl.evaluate.protocols import PROTOCOLS
-    from sparse_rl.rollout import EngineConfig
     from sparse_rl.tasks.rewards import GradingConfig
 
     texts = field_texts(Evaluation)
@@ -97,9 +93,7 @@ def _parser() -> ArgumentParser:
     parser.add_argument(
         "--unsafe-code", action="store_true", help="as --grading.unsafe_code true: run programs without isolation"
     )
-    rows = f"sequences decoded together; {GPU_ROWS} on a GPU and {CPU_ROWS} on a CPU if not given"
-    add_section(parser, "engine", EngineConfig, leave_out=("rows",))
-    parser.add_argument("--engine.rows", type=int | None, default=None, help=rows)
+    add_engine(parser)
     add_section(parser, "grading", GradingConfig)
     return parser
 
@@ -107,11 +101,8 @@ def _parser() -> ArgumentParser:
 def _evaluation(settings: Namespace) -> Evaluation:
     from sparse_rl.config import build_section
     from sparse_rl.evaluate import Evaluation
-    from sparse_rl.rollout import EngineConfig
     from sparse_rl.tasks.rewards import GradingConfig
 
-    if settings.engine.rows is None:
-        settings.engine.rows = CPU_ROWS if settings.device == "cpu" else GPU_ROWS
     grading = build_section(GradingConfig, "grading", settings.grading)
     if settings.unsafe_code:
         grading = replace(grading, unsafe_code=True)
@@ -120,7 +111,7 @@ def _evaluation(settings: Namespace) -> Evaluation:
         benchmarks=tuple(settings.benchmarks),
         kv=tuple(settings.kv),
         chat_template_kwargs=settings.chat_template_kwargs or {},
-        engine=build_section(EngineConfig, "engine", settings.engine),
+        engine=build_engine(settings),
         grading=grading,
         **{name: settings[name] for name in ("protocol", "device", *FLAGS)},
     )

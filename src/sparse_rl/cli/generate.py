@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sparse_rl.cli.parsing import add_model, make_parser, model_dtype, parse, quiet_bars
+from sparse_rl.cli.parsing import add_model, make_parser, model_dtype, parse, quiet_bars, refuse_null
 
 if TYPE_CHECKING:
     import torch
@@ -39,8 +39,10 @@ def run(arguments: list[str]) -> None:
     policy = build_kv(settings.kv)
     _check_command(settings)
     sampling = build_section(Sampling, "sampling", settings.sampling)
+    if settings.compare:
+        _check_compared(policy, sampling)
     config = build_section(EngineConfig, "engine", settings.engine)
-    rows = list(_read_prompts(settings))
+    rows = _read_prompts(settings)
     output = _open_output(settings.output)
     try:
         quiet_bars()
@@ -85,9 +87,7 @@ def _check_command(settings: Namespace) -> None:
     """What a config file can get wrong about the command's own settings."""
     import yaml
 
-    for key in ("model", "device", "kv"):
-        if settings[key] is None:
-            raise ValueError(f"{key} is null; give it a value or leave it out.")
+    refuse_null(settings, "model", "device", "kv")
     if not isinstance(settings.compare, bool):
         raise ValueError(f"compare is {settings.compare!r}; it must be true or false.")
     for path in settings.config or []:
@@ -164,20 +164,10 @@ def _record(rollout: Rollout, loaded: LoadedModel, **more: Any) -> dict[str, Any
     }
 
 
-def _compare(loaded: LoadedModel, policy: Any, sampling: Any, config: Any, prompts: list[Prompt], output: Any) -> None:
-    """Sample dense and sparse with the same random numbers; score the sparse tokens with the dense model."""
-    from dataclasses import replace
+def _check_compared(policy: Any, sampling: Any) -> None:
+    from sparse_rl.kv import Full
 
-    from rich.console import Console
-
-    from sparse_rl.kv import EvictPolicy, Full
-    from sparse_rl.objective.mismatch import overlap_bounds, overlap_ids
-    from sparse_rl.report.compare import side_by_side, summary
-    from sparse_rl.report.progress import ProgressLine
-    from sparse_rl.rollout import Engine
-    from sparse_rl.score import score
-
-    if not isinstance(policy, EvictPolicy):
+    if isinstance(policy, Full):
         raise ValueError(
             f"--compare sets a policy against the dense cache, and {policy.name!r} is dense; choose another."
         )
@@ -185,6 +175,21 @@ def _compare(loaded: LoadedModel, policy: Any, sampling: Any, config: Any, promp
         raise ValueError("--compare needs the whole distribution; leave out sampling.top_p and sampling.top_k.")
     if sampling.top_logprobs:
         raise ValueError("--compare asks for the log-probs it needs; leave out sampling.top_logprobs.")
+
+
+def _compare(loaded: LoadedModel, policy: Any, sampling: Any, config: Any, prompts: list[Prompt], output: Any) -> None:
+    """Sample dense and sparse with the same random numbers; score the sparse tokens with the dense model."""
+    from dataclasses import replace
+
+    from rich.console import Console
+
+    from sparse_rl.kv import Full
+    from sparse_rl.objective.mismatch import overlap_bounds, overlap_ids
+    from sparse_rl.report.compare import side_by_side, summary
+    from sparse_rl.report.progress import ProgressLine
+    from sparse_rl.rollout import Engine
+    from sparse_rl.score import score
+
     sampling = replace(sampling, top_logprobs=overlap_ids(loaded.vocab_size))
     exact = sampling.top_logprobs == loaded.vocab_size
     with ProgressLine() as line:

@@ -55,18 +55,23 @@ def run(arguments: list[str]) -> None:
     policies = _policies(settings.kv)
     if Path(settings.output).is_file():
         raise ValueError(f"--output {settings.output!r} is a file; name a folder.")
+    given = settings.prompt
+    if given is not None and given.startswith("@"):
+        from sparse_rl.tasks.files import read_text
+
+        given = read_text(Path(given[1:]).read_bytes(), given[1:])
     from sparse_rl.evaluate.inspection import answer, read
     from sparse_rl.model.load import load
     from sparse_rl.report.inspect_page import summary_lines, write_inspection
 
     quiet_bars()
     loaded = load(settings.model, dtype=model_dtype(settings.dtype), device=settings.device)
-    prompt = _prompt(settings.model, settings.prompt, loaded)
+    prompt = _prompt(settings.model, given, loaded)
     text = answer(loaded, prompt, max_tokens=settings.max_tokens, temperature=settings.temperature, seed=settings.seed)
     readings = read(loaded, text, policies)
+    print("\n".join([*summary_lines(readings), *_never_cut(readings, policies)]))
     folder = Path(settings.output)
     write_inspection(readings, folder, settings.model)
-    print("\n".join([*summary_lines(readings), *_never_cut(readings, policies)]))
     print(f"wrote {folder / 'inspect.html'} and {folder / 'inspect.png'}")
 
 
@@ -105,7 +110,5 @@ def _prompt(model: str, text: str | None, loaded: LoadedModel) -> Prompt:
         if model == "embedded":
             return Chain().held_out(TELLING + 1)[TELLING]
         return Lookup().build(loaded.tokenizer).held_out(1)[0]
-    if text.startswith("@"):
-        text = Path(text[1:]).read_text()
-    given = as_turn(text, loaded.tokenizer) if loaded.tokenizer.chat_template else text
-    return make_prompt({"prompt": given}, "--prompt", loaded.tokenizer)
+    turn = as_turn(text, loaded.tokenizer) if loaded.tokenizer.chat_template else text
+    return make_prompt({"prompt": turn}, "--prompt", loaded.tokenizer)

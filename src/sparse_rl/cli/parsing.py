@@ -1,21 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the commands' parsers share."""
+"""What several commands share: flags that mean the same in each, how they are read, what is said in the terminal."""
 
 from __future__ import annotations
 
 import json
+import logging
 import re
 import sys
-from argparse import ArgumentError
-from typing import TYPE_CHECKING, get_args, get_origin
+from argparse import Action, ArgumentError
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
 
-from jsonargparse import ArgumentParser, DefaultHelpFormatter, Namespace
+from jsonargparse import ActionYesNo, ArgumentParser, DefaultHelpFormatter, Namespace
 
-from sparse_rl.config import suggest
+from sparse_rl.config import add_section, build_section, field_texts, flag_type, suggest
 
 if TYPE_CHECKING:
     import torch
 
+    from sparse_rl.rollout import EngineConfig
+
+GPU_ROWS, CPU_ROWS = 256, 32  # of an engine, where nobody says
 VALUE = re.compile(r"(?!-)|-[\d.]|-$")  # not a flag, though a negative number may be
 
 
@@ -48,6 +54,49 @@ def add_model(parser: ArgumentParser, default: str) -> None:
     parser.add_argument("--device", type=str, default="cpu", help="cpu, cuda, cuda:1, ...")
 
 
+def add_fields(parser: ArgumentParser, component: type, on_cpu: Mapping[str, int] | None = None) -> None:
+    """A flag for every field of the component's settings, without a section's name.
+
+    on_cpu: what some of them are on a CPU; those are None if they are not given
+    """
+    hints, texts = get_type_hints(component), field_texts(component)
+    for field in fields(component):
+        hint, default, text = hints[field.name], field.default, texts[field.name]
+        flag: dict[str, Any] = {"type": flag_type(hint)}
+        if hint is bool:
+            flag = {"action": ActionYesNo(no_prefix="no-")}
+        if on_cpu and field.name in on_cpu:
+            text += f"; {default} on a GPU and {on_cpu[field.name]} on a CPU if not given"
+            default, flag = None, {"type": hint | None}
+        default = list(default) if isinstance(default, tuple) else default
+        parser.add_argument(f"--{field.name.replace('_', '-')}", default=default, help=text, **flag)
+
+
+def add_engine(parser: ArgumentParser) -> None:
+    """The engine's settings; how many rows there are depends on the device."""
+    from sparse_rl.rollout import EngineConfig
+
+    rows = f"sequences decoded together; {GPU_ROWS} on a GPU and {CPU_ROWS} on a CPU if not given"
+    add_section(parser, "engine", EngineConfig, leave_out=("rows",))
+    parser.add_argument("--engine.rows", type=int | None, default=None, help=rows)
+
+
+def build_engine(settings: Namespace) -> EngineConfig:
+    """What `add_engine` has asked for."""
+    from sparse_rl.rollout import EngineConfig
+
+    if settings.engine.rows is None:
+        settings.engine.rows = CPU_ROWS if settings.device == "cpu" else GPU_ROWS
+    return build_section(EngineConfig, "engine", settings.engine)
+
+
+def refuse_null(settings: Namespace, *keys: str) -> None:
+    """A config file can say null where a flag cannot."""
+    for key in keys:
+        if settings[key] is None:
+            raise ValueError(f"{key} is null; give it a value or leave it out.")
+
+
 def parse(parser: ArgumentParser, arguments: list[str], more_names: tuple[str, ...] = ()) -> Namespace:
     """The settings, or ValueError with one sentence; `more_names` may be suggested too."""
     try:
@@ -57,45 +106,54 @@ def parse(parser: ArgumentParser, arguments: list[str], more_names: tuple[str, .
 
 
 def _lists(parser: ArgumentParser, arguments: list[str]) -> list[str]:
-    """`--x a b` and `--x a --x b` as the one list `--x [a, b]` that they mean, where x takes several values."""
-    takes = {
-        option.lstrip("-"): get_args(hint)[0]
-        for action in parser._actions
-        for hint in get_args(getattr(action, "_typehint", None))
-        if get_origin(hint) is list
-        for option in action.option_strings
-    }
+    """`--x a b` and `--x a --x b` as the one list that they mean, where x takes several values."""
+    takes = {option: action for action in parser._actions if _several(action) for option in action.option_strings}
     alone = any(not action.option_strings and action.nargs for action in parser._actions)  # words without a flag
-    found: dict[str, list[str]] = {}
+    found: dict[Action, list[str]] = {}
     rest: list[str] = []
     i = 0
     while i < len(arguments):
-        name, equals, value = arguments[i].removeprefix("--").partition("=")
+        option, equals, value = arguments[i].partition("=")
         i += 1
-        if not arguments[i - 1].startswith("--") or name not in takes:
+        if option not in takes:
             rest.append(arguments[i - 1])
             continue
-        values = found.setdefault(name, [])
+        values = found.setdefault(takes[option], [])
         values += [value] if equals else []
         while not equals and i < len(arguments) and VALUE.match(arguments[i]):
             values.append(arguments[i])
             i += 1
             if alone:
                 break
-    for name, values in found.items():
-        quoted = [json.dumps(value) if takes[name] is str else value for value in values]
-        rest += [f"--{name}", *(values if len(values) < 2 else [f"[{', '.join(quoted)}]"])]
+    for action, values in found.items():
+        if action.nargs is None and len(values) > 1:
+            quoted = [json.dumps(value) if _several(action) is str else value for value in values]
+            values = [f"[{', '.join(quoted)}]"]
+        rest += [action.option_strings[0], *values]
     return rest
+
+
+def _several(action: Action) -> Any:
+    """Of what kind the values are, if an option takes several of them."""
+    if action.nargs == "+":
+        return action.type or str
+    hints = get_args(getattr(action, "_typehint", None))
+    return next((get_args(hint)[0] for hint in hints if get_origin(hint) is list), None)
 
 
 def model_dtype(name: str | None) -> torch.dtype | None:
     import torch
 
-    known = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}
-    known["float64"] = torch.float64
-    if name is not None and name not in known:
-        raise ValueError(f"dtype {name!r} is unknown; choose one of {', '.join(known)}.")
-    return known[name] if name else None
+    from sparse_rl.model.load import DTYPES
+
+    if name is not None and name not in DTYPES:
+        raise ValueError(f"dtype {name!r} is unknown; choose one of {', '.join(DTYPES)}.")
+    return getattr(torch, name) if name is not None else None
+
+
+def show_warnings(level: int = logging.WARNING) -> None:
+    """The package's warnings on standard error, in the form of its other lines there."""
+    logging.basicConfig(format="sparse-rl: %(levelname)s: %(message)s", level=level, stream=sys.stderr)
 
 
 def quiet_bars() -> None:

@@ -3,13 +3,12 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from sparse_rl.cli.parsing import add_model, make_parser, model_dtype, parse, quiet_bars
+from sparse_rl.cli.parsing import add_model, make_parser, model_dtype, parse, quiet_bars, refuse_null, show_warnings
 from sparse_rl.cli.recipes import read_configs, split_configs, to_yaml, with_configs
 from sparse_rl.cli.resume import named, own_settings
 
@@ -45,9 +44,7 @@ def run(arguments: list[str]) -> None:
     from sparse_rl.train.folder import check_folder
     from sparse_rl.train.sft import end_ids
 
-    for key in ("model", "device"):
-        if settings[key] is None:
-            raise ValueError(f"{key} is null; give it a value or leave it out.")
+    refuse_null(settings, "model", "device")
     dtype = model_dtype(settings.dtype)
     data = build_section(ExamplesConfig, "data", settings["data"])
     optimizer = build_section(OptimizerConfig, "optimizer", settings["optimizer"])
@@ -63,7 +60,7 @@ def run(arguments: list[str]) -> None:
         raise ValueError("sparse-rl sft runs in one process; start it without torchrun.")
     from sparse_rl.report.live import SupervisedLive
 
-    logging.basicConfig(format="sparse-rl: %(levelname)s: %(message)s", level=logging.WARNING, stream=sys.stderr)
+    show_warnings()
     check_folder(config, "data")
     quiet_bars()
     loaded = load(settings.model, dtype=dtype, device=settings.device)

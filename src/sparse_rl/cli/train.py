@@ -9,7 +9,7 @@ import sys
 from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any
 
-from sparse_rl.cli.parsing import add_model, make_parser, model_dtype, parse, quiet_bars
+from sparse_rl.cli.parsing import add_model, make_parser, model_dtype, parse, quiet_bars, refuse_null, show_warnings
 from sparse_rl.cli.recipes import DEFAULT, default_settings, read_configs, split_configs, to_yaml, with_configs
 from sparse_rl.cli.resume import named, own_settings
 from sparse_rl.cli.trl_names import NAMES, translate, translate_keys
@@ -57,9 +57,7 @@ def read(arguments: list[str], parser: ArgumentParser) -> tuple[Namespace, Any, 
     from sparse_rl.train.config import check_settings
     from sparse_rl.train.distill import DistillConfig
 
-    for key in ("model", "device", "kv", "task", "correction"):
-        if settings[key] is None:
-            raise ValueError(f"{key} is null; give it a value or leave it out.")
+    refuse_null(settings, "model", "device", "kv", "task", "correction")
     model_dtype(settings.dtype)  # or it is unknown
     task = build_task(settings["task"])
     if getattr(settings.kv, "budget", None) == "auto":
@@ -113,8 +111,7 @@ def _train(settings: Namespace, task: Any, parts: dict[str, Any], processes: Pro
     from sparse_rl.train import Trainer
     from sparse_rl.train.folder import check_folder
 
-    level = logging.WARNING if processes.first else logging.ERROR
-    logging.basicConfig(format="sparse-rl: %(levelname)s: %(message)s", level=level, stream=sys.stderr)
+    show_warnings(logging.WARNING if processes.first else logging.ERROR)
     if processes.first:
         logging.getLogger("sparse_rl.tasks").setLevel(logging.INFO)  # which rows were read, and how
     processes.by_first(lambda: check_folder(parts["config"]))
@@ -174,8 +171,8 @@ def train_parser(
 
 def _with_recipe(arguments: list[str]) -> list[str]:
     """The default recipe before everything else, unless a model or a config is named."""
-    named = any(argument.split("=")[0] in ("--model", "--config", "--shape") for argument in arguments)
-    return arguments if named else ["--config", DEFAULT, *arguments]
+    chosen = any(argument.split("=")[0] in ("--model", "--config", "--shape") for argument in arguments)
+    return arguments if chosen else ["--config", DEFAULT, *arguments]
 
 
 def _configs_first(arguments: list[str], own: dict[str, Any] | None = None) -> list[str]:
@@ -208,7 +205,7 @@ def _drop_unfit(config: dict[str, Any], flags: list[str], later: list[dict[str, 
         name, settings = named(section, key, flags, later), config.get(section)
         if isinstance(name, str) and name in components and isinstance(settings, dict) and settings.get(key) != name:
             known = {field.name for field in fields(components[name])}
-            config[section] = {name: value for name, value in settings.items() if name in known}
+            config[section] = {field: value for field, value in settings.items() if field in known}
 
 
 def _checked(settings: dict[str, Any], name: str) -> dict[str, Any]:

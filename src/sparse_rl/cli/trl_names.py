@@ -137,15 +137,15 @@ def translate_keys(settings: dict[str, Any]) -> dict[str, Any]:
             other = name if name != key else given[key]
             raise ValueError(f"{other} and {key} are the same setting; give one of them.")
         given[key] = name
-        known = _value(name, str(value)) if name in VALUES else None
-        known = None if known == str(value) else known
+        ours = _value(name, str(value))
+        value = value if ours == str(value) else yaml.safe_load(ours)
         *sections, last = key.split(".")
         place = translated
         for section in sections:
             place = place.setdefault(section, {})
             if not isinstance(place, dict):
                 raise ValueError(f"{section} is {place!r}; it must be a table of keys and values.")
-        place[last] = value if known is None else yaml.safe_load(known)
+        place[last] = value
     return translated
 
 

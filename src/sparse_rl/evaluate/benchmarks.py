@@ -26,14 +26,14 @@ from transformers import PreTrainedTokenizerBase
 from sparse_rl.evaluate.grader import MAX_BATCH, Block, Grader, Tally
 from sparse_rl.evaluate.observer import EvalObserver, Status
 from sparse_rl.evaluate.plan import Cell, Evaluation, parse_cache
-from sparse_rl.evaluate.record import Record, cell_folders, check_folder
+from sparse_rl.evaluate.record import NAME, Record, cell_folders
 from sparse_rl.evaluate.results import compare, headlines, measure
 from sparse_rl.evaluate.store import Store
 from sparse_rl.evaluate.suite import Prompts, Suite, build_prompts, build_suites
 from sparse_rl.model.load import check_device, load, load_reader
 from sparse_rl.rollout import Progress
 from sparse_rl.rollout.memory import GuardedEngine, Memory, free
-from sparse_rl.runfolder import lock, write_whole
+from sparse_rl.runfolder import check_folder, lock, write_whole
 from sparse_rl.types import Prompt
 
 
@@ -43,12 +43,12 @@ def evaluate_benchmarks(
     """Run what is not on disk yet; the contents of results.json, which lies in the folder with all samples."""
     folder, began = Path(output), time.perf_counter()
     check_device(evaluation.device)
-    going_on = check_folder(folder, resume=resume)
+    going_on = check_folder(folder, NAME, "an evaluation", resume=resume)
     suites = build_suites(evaluation)
     prompts = {} if going_on else {name: ask(name, evaluation, suites) for name in evaluation.models}
     folder.mkdir(parents=True, exist_ok=True)
     with lock(folder, "evaluating"):
-        going_on = check_folder(folder, resume=resume)  # again, now that nobody else writes
+        going_on = check_folder(folder, NAME, "an evaluation", resume=resume)  # again, now that nobody else writes
         record = Record(folder, evaluation, suites, resume=going_on, began=began)
         run = Run(folder, evaluation, suites, prompts, record, observer or EvalObserver())
         try:

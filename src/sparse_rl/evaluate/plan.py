@@ -13,7 +13,8 @@ from typing import Any
 
 from sparse_rl.evaluate.protocols import PROTOCOLS, Settings
 from sparse_rl.kv import POLICIES, KVPolicy
-from sparse_rl.rollout import EngineConfig, Sampling
+from sparse_rl.model.load import DTYPES
+from sparse_rl.rollout import EngineConfig
 from sparse_rl.specs import build
 from sparse_rl.tasks.benchmarks import find
 from sparse_rl.tasks.lookup import Lookup
@@ -21,7 +22,6 @@ from sparse_rl.tasks.prompts import Style, named_template
 from sparse_rl.tasks.rewards import GradingConfig
 
 OVERRIDES = ("n", "max_tokens", "temperature", "top_p", "seed", "template")  # what may depart from the protocol
-DTYPES = ("float32", "bfloat16", "float16", "float64")
 BLOCK = 4  # samples of a block by the engine's rows
 
 
@@ -128,9 +128,6 @@ class Evaluation:
         if self.chat_template_kwargs and named_template(self.settings(benchmark).template).chat:
             found.append(f"the chat template gets {json.dumps(self.chat_template_kwargs)}")
         return found
-
-    def sampling(self, benchmark: str) -> Sampling:
-        return self.settings(benchmark).sampling()
 
     def block_problems(self, benchmark: str) -> int:
         """Problems of a block, which a kill loses at most: whole ones, and samples to keep the engine's rows busy."""

@@ -19,10 +19,19 @@ from sparse_rl.evaluate.plan import Cell, Evaluation, parse_cache
 from sparse_rl.evaluate.suite import Prompts, Suite
 from sparse_rl.kv import policy_record
 from sparse_rl.model.load import LoadedModel, weights_digest
-from sparse_rl.runfolder import command, differences, provenance, write_whole
+from sparse_rl.runfolder import command, differences, provenance, refuse_changes, write_whole
 
 NAME = "eval.json"
-KINDS = {"command": str, "settings": dict, "hardware": str, "versions": dict, "started": str, "models": dict}
+KINDS = {
+    "command": str,
+    "settings": dict,
+    "hardware": str,
+    "versions": dict,
+    "started": str,
+    "wall_s": float,
+    "resumes": list,
+    "models": dict,
+}
 OF_MODEL = {"digest": str, "parameters": int, "context": int, "dtype": str, "benchmarks": dict}
 OF_PROMPTS = {"problems": int, "overlong": int, "clipped": int, "plain": bool, "prompts_digest": str}
 NO_DIFFERENCE = ("data_dir", "device", "grading.workers")  # to the table: where the data lies, what computes
@@ -38,10 +47,10 @@ class Record:
         suites: dict[str, Suite],
         *,
         resume: bool,
-        began: float | None = None,  # on time.perf_counter
+        began: float,  # on time.perf_counter
     ) -> None:
         self.path = folder / NAME
-        self.began = time.perf_counter() if began is None else began
+        self.began = began
         self.contents: dict[str, Any] = {
             "command": command(),
             "settings": _settings(evaluation, suites),
@@ -53,7 +62,7 @@ class Record:
         }
         if resume:
             self._go_on()
-        self.earlier_s: float = self.contents.get("wall_s", 0.0)
+        self.earlier_s: float = self.contents["wall_s"]
         self.save()
 
     @property
@@ -85,7 +94,7 @@ class Record:
             },
         }
         before = self.models.setdefault(name, found)
-        _refuse(differences(before, found), f"{self.path.parent}: {name}")
+        refuse_changes(f"{self.path.parent}: {name}", "evaluated", differences(before, found))
         self.save()
 
     def save(self) -> None:
@@ -101,28 +110,15 @@ class Record:
                 _check_kinds(model, OF_MODEL)
                 for known in model["benchmarks"].values():
                     _check_kinds(known, OF_PROMPTS)
-            resumes = [*before.get("resumes", [])]
         except (ValueError, TypeError) as error:
             raise ValueError(f"{self.path} is damaged; give another --output.") from error
         now = json.loads(json.dumps(self.contents))
-        _refuse(differences(before["settings"], now["settings"], NO_DIFFERENCE), str(self.path.parent))
-        changed = {key: now[key] for key in ("commit", "hardware", "versions") if now[key] != before.get(key)}
-        if changed:
-            resumes.append({"command": now["command"], "resumed": now["started"], **changed})
-        self.contents = before | {"resumes": resumes}
-
-
-def check_folder(folder: Path, *, resume: bool) -> bool:
-    """Refuse to mix two evaluations, or to go on with none; whether there is something to go on with."""
-    if (folder / NAME).is_file():
-        if not resume:
-            raise ValueError(f"{folder} has an evaluation in it; go on with it (--resume), or give another --output.")
-        return True
-    if folder.exists() and (not folder.is_dir() or any(not path.name.startswith(".") for path in folder.iterdir())):
-        raise ValueError(f"{folder} has something else than an evaluation in it; give another --output.")
-    if resume and not folder.exists():
-        raise ValueError(f"there is no evaluation to resume in {folder}; leave out --resume.")
-    return False  # also where one was killed before it wrote anything
+        changed = differences(before["settings"], now["settings"], NO_DIFFERENCE)
+        refuse_changes(str(self.path.parent), "evaluated", changed)
+        other = {key: now[key] for key in ("commit", "hardware", "versions") if now[key] != before.get(key)}
+        if other:
+            before["resumes"].append({"command": now["command"], "resumed": now["started"], **other})
+        self.contents = before
 
 
 def cell_folders(cells: Iterable[Cell]) -> dict[Cell, str]:
@@ -163,11 +159,3 @@ def _check_kinds(found: Any, kinds: Mapping[str, type]) -> None:
     """TypeError unless it is a table with values of these kinds."""
     if not isinstance(found, dict) or not all(isinstance(found.get(key), kind) for key, kind in kinds.items()):
         raise TypeError(f"not a table with {', '.join(kinds)}")
-
-
-def _refuse(changed: list[str], where: str) -> None:
-    if changed:
-        raise ValueError(
-            f"{where} was evaluated with other settings: {'; '.join(changed)}; resume with those, or give another "
-            "--output."
-        )

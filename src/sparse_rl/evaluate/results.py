@@ -55,9 +55,7 @@ def measure(cell: Cell, evaluation: Evaluation, samples: list[Sample], blocks: S
         "tokens": tokens,
         "tokens_per_answer": tokens / len(samples),
         "kv_saved_frac": 1 - sum(sample["kv_held"] for sample in samples) / full if full else 0.0,
-        "kv_read_frac": sum(sample["kv_read" if "kv_read" in sample else "kv_held"] for sample in samples) / full
-        if full
-        else 1.0,
+        "kv_read_frac": sum(sample["kv_read"] for sample in samples) / full if full else 1.0,
         "peak_entries": sum(sample["kv_peak"] for sample in samples) / len(samples),
         "generate_s": seconds,
         "capture_s": capture,

@@ -69,11 +69,12 @@ def _suite(name: str, evaluation: Evaluation, reward: Any) -> Suite:
     for row in rows:
         if (wrong := rewards.check(row)) is not None:
             raise ValueError(f"problem {row['id']!r} of {name} {wrong}; mend or remove it.")
+    settings = evaluation.settings(name)
     return Suite(
         name=name,
         rows=rows,
-        settings=evaluation.settings(name),
-        sampling=evaluation.sampling(name),
+        settings=settings,
+        sampling=settings.sampling(),
         rewards=rewards,
         departures=[*evaluation.departures(name), *departures],
         digest=_digest(rows),

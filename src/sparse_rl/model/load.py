@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 EMBEDDED = Path(__file__).parent / "embedded"  # made by scripts/pretrain_chain.py
+DTYPES = ("float32", "bfloat16", "float16", "float64")  # that weights may be loaded in
 SAMPLED = 64  # weights of each tensor that go into a model's digest
 
 

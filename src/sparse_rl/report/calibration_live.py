@@ -4,8 +4,7 @@
 from __future__ import annotations
 
 from sparse_rl.calibrate import CalibrationObserver
-from sparse_rl.report.eval_live import duration
-from sparse_rl.report.progress import MovingLine, describe
+from sparse_rl.report.progress import MovingLine, describe, duration
 from sparse_rl.rollout import Progress
 
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 
 import json
 import math
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
-from sparse_rl.kv.schedule import Schedule
-from sparse_rl.report.calibration_plots import Results, asked, draw, tails
-from sparse_rl.report.page import Html, document, markup, table
+from sparse_rl.calibrate.search import as_schedule
+from sparse_rl.report.calibration_plots import Results, asked, draw_png, draw_svg, tails
+from sparse_rl.report.page import Html, document, markup, picture, table
+from sparse_rl.report.plots import NoMatplotlib
 from sparse_rl.runfolder import write_whole
 
 ABOUT = """How near a sampler with a sparse KV cache is to its dense model, by budget and context length. Overlap is
@@ -23,24 +26,17 @@ NONE = "–"
 
 def write_calibration(results: Results, folder: Path) -> None:
     write_whole(folder / "report.html", page(results))
-    try:
-        picture = draw(results, svg=False)
-    except ValueError:  # no matplotlib: the page says so
-        return
-    (folder / "report.png").write_bytes(picture)
+    with suppress(NoMatplotlib):  # the page says so
+        write_whole(folder / "report.png", draw_png(results))
 
 
 def page(results: Results) -> str:
     notes = [f'<p class="note">{markup(note)}</p>' for note in results["notes"]]
-    try:
-        picture = Html(draw(results, svg=True).decode())
-    except ValueError as error:
-        picture = Html(f"<p><small>{markup(str(error))}</small></p>")
     parts = [
         *notes,
         "<h2>The schedule</h2>",
         table(*schedule_table(results), "summary"),
-        f"<h2>Curves</h2>\n{picture}",
+        f"<h2>Curves</h2>\n{picture(partial(draw_svg, results))}",
         f"<h2>{markup(asked(results))}</h2>",
         table(*tail_table(results), "summary"),
         "<h2>Budgets</h2>",
@@ -65,8 +61,7 @@ def summary_lines(results: Results) -> list[str]:
 
 def schedule_table(results: Results) -> tuple[list[str], list[list[str]]]:
     """A row a bin: its budget measured by itself, the next cheaper one, the schedule as run; that ends the table."""
-    found, budgets = results["schedule"], results["budgets"]
-    schedule = Schedule(tuple(found["starts"]), tuple(found["budgets"]))
+    schedule, budgets = as_schedule(results["schedule"]), results["budgets"]
     cells = [tail_cells(run, results) for run in results["runs"]]
     floor, verified = tails(results["floor"], results), results.get("verified")
     as_run = tail_cells(verified, results) if verified else [NONE] * len(floor)
@@ -89,8 +84,7 @@ def schedule_table(results: Results) -> tuple[list[str], list[list[str]]]:
 
 def tail_table(results: Results) -> tuple[list[str], list[list[str]]]:
     """A row a budget, a column a bin."""
-    named = [*((str(run["budget"]), run) for run in results["runs"]), ("dense", results["floor"])]
-    rows = [[name, *tail_cells(run, results)] for name, run in named]
+    rows = [[name, *tail_cells(run, results)] for name, run in _named(results)]
     return ["budget", *(f"{start}-{end}" for start, end in results["bins"])], rows
 
 
@@ -109,9 +103,8 @@ def tail_cells(run: Results, results: Results) -> list[str]:
 def budget_table(results: Results) -> tuple[list[str], list[list[str]]]:
     head = ["budget", "rollouts", "mean length", "would be rejected", "hazard a token", "KV saved", "KV read"]
     rows = []
-    named = [*((str(run["budget"]), run) for run in results["runs"]), ("dense", results["floor"])]
-    named += [("schedule", results["verified"])] if "verified" in results else []
-    for name, run in named:
+    as_run = [("schedule", results["verified"])] if "verified" in results else []
+    for name, run in [*_named(results), *as_run]:
         rejected, *shares = (_percent(run[key]) for key in ("rejected_frac", "kv_saved_frac", "kv_read_frac"))
         rows.append(
             [name, str(run["rollouts"]), f"{run['mean_length']:.0f}", rejected, f"{run['hazard']:.2g}", *shares]
@@ -135,6 +128,11 @@ def beta_table(results: Results) -> tuple[list[str], list[list[str]]]:
         measured = [_shown(group[name]) for name in ("p05", "p01", "mean")]
         rows.append([str(run["budget"]), *parameters, f"{100 * group['perfect']:.1f} %", ks, fitted, *measured])
     return head, rows
+
+
+def _named(results: Results) -> list[tuple[str, Results]]:
+    """The runs of the grid and the dense cache's, as tables call them."""
+    return [*((str(run["budget"]), run) for run in results["runs"]), ("dense", results["floor"])]
 
 
 def _settings(results: Results) -> Html:

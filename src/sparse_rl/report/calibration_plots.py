@@ -6,7 +6,6 @@ The panels are those of Sparrow's figures 1(b), 2(b), 3 and 4, on one's own mode
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -16,8 +15,8 @@ import numpy as np
 from sparse_rl.calibrate import CalibrationConfig
 from sparse_rl.calibrate.analysis import tail_row
 from sparse_rl.calibrate.beta import PERFECT, density
-from sparse_rl.kv.schedule import Schedule
-from sparse_rl.report.plots import COLOURS, INK, MARKERS, plot_style
+from sparse_rl.calibrate.search import as_schedule
+from sparse_rl.report.plots import COLOURS, INK, MARKERS, as_png, as_svg, plot_style
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -28,18 +27,16 @@ SHOWN = 6  # budgets or bins drawn in one panel
 WIDTHS = (6.0, 4.5, 3.0, 1.5)  # of the studied targets' lines: where they coincide, all are seen
 
 
-def draw(results: Results, *, svg: bool) -> bytes:
-    """The picture, as an element of a page or as a PNG that stands alone."""
-    file = io.BytesIO()
+def draw_svg(results: Results) -> str:
+    """The picture as an element of a page."""
     with plot_style():
-        nameless = dict.fromkeys(("Creator", "Date", "Format", "Type")) if svg else {"Software": None}
-        kind = "svg" if svg else "png"
-        _figure(results).savefig(file, format=kind, dpi=160, transparent=svg, metadata=nameless)
-    if not svg:
-        return file.getvalue()
-    text = file.getvalue().decode()
-    text = text[text.index("<svg") :].replace(INK, "currentColor")
-    return text.replace("<svg", '<svg role="img" aria-label="Overlap by budget and context length"', 1).encode()
+        return as_svg(_figure(results), "curves", "Overlap by budget and context length")
+
+
+def draw_png(results: Results) -> bytes:
+    """The picture by itself."""
+    with plot_style():
+        return as_png(_figure(results), dpi=160)
 
 
 def _figure(results: Results) -> Figure:
@@ -143,7 +140,7 @@ def _held(axes: Axes, results: Results) -> None:
     """Figure 3: what schedules of several targets hold, each bin's budget measured by itself; ours as it was run."""
     x, by_budget = _middles(results), {run["budget"]: tails(run, results) for run in results["runs"]}
     for (target, found), colour, width in zip(results["studied"].items(), COLOURS, WIDTHS, strict=False):
-        schedule = Schedule(tuple(found["starts"]), tuple(found["budgets"]))
+        schedule = as_schedule(found)
         held = [by_budget[schedule.at(start)][i] for i, (start, _) in enumerate(results["bins"])]
         axes.plot(x, held, color=colour, lw=width, label=f"target {target}")
     if "verified" in results:

@@ -8,7 +8,7 @@ from typing import Any
 
 from sparse_rl.evaluate import EvalObserver, Status
 from sparse_rl.report.eval_page import write_eval_report
-from sparse_rl.report.progress import MovingLine
+from sparse_rl.report.progress import MovingLine, duration
 
 
 class EvalLive(EvalObserver):
@@ -47,12 +47,3 @@ def describe(status: Status) -> str:
         f"[{status.number}/{status.num_cells}] {status.cell}: {status.done}/{status.problems} problems"
         f"{accuracy}{rate}{cell}; all cells: {duration(status.left_s)} left"
     )
-
-
-def duration(seconds: float | None) -> str:
-    """1:02:03, or ?:?? where nobody knows."""
-    if seconds is None:
-        return "?:??"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

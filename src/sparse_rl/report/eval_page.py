@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,15 +17,15 @@ from sparse_rl.report.eval_table import (
     groups,
     main_metric,
     markdown,
+    mean,
     models,
     notes,
     of_model,
     overview,
     provenance,
-    saved,
 )
-from sparse_rl.report.page import Html, document, markup, table
-from sparse_rl.report.plots import INK, STYLE, looks
+from sparse_rl.report.page import Html, document, markup, picture, table
+from sparse_rl.report.plots import as_svg, looks, plot_style
 from sparse_rl.runfolder import write_whole
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def write_eval_report(results: Results, folder: Path) -> None:
 def page(results: Results, folder: Path) -> str:
     parts = [f'<p class="note">{markup(note)}</p>' for note in notes(results)]
     for model in models(results):
-        parts += [f"<h2>{markup(model)}</h2>", picture(results, model), _table(overview(results, model))]
+        parts += [f"<h2>{markup(model)}</h2>", picture(partial(draw, results, model)), _table(overview(results, model))]
         parts.append(_table(details(results, model)))
         folded = "\n".join(f"<p>{markup(text.title)}</p>\n{_table(text)}" for text in groups(results, model))
         if folded:
@@ -58,31 +58,20 @@ def page(results: Results, folder: Path) -> str:
     return document(title, ABOUT, "\n".join(parts))
 
 
-def picture(results: Results, model: str) -> Html:
-    """Accuracy by benchmark and cache, and accuracy against KV saved; a word instead without matplotlib."""
-    try:
-        import matplotlib.style
-        from matplotlib.figure import Figure
-    except ImportError:
-        return Html("<p><small>For a picture here: pip install 'sparse-rl[report]'.</small></p>")
+def draw(results: Results, model: str) -> str:
+    """Accuracy by benchmark and cache, and accuracy against KV saved."""
     cells = of_model(results, model)
     benchmarks = list(dict.fromkeys(cell["benchmark"] for cell in cells))
     caches = list(dict.fromkeys(cell["cache"] for cell in cells))
-    with matplotlib.style.context(["default", STYLE]):
+    with plot_style():
+        from matplotlib.figure import Figure
+
         figure = Figure(figsize=(max(9.0, 3.6 + 0.9 * len(benchmarks)), 3.8), layout="constrained")
         left, right = figure.subplots(1, 2, width_ratios=(max(2.0, 0.45 * len(benchmarks)), 1.4))
         _by_benchmark(left, cells, benchmarks, caches)
         _against_saved(right, cells, caches)
         figure.legend(*left.get_legend_handles_labels(), loc="outside lower left", ncols=min(5, len(caches)))
-        file = io.StringIO()
-        nameless = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-        figure.savefig(file, format="svg", transparent=True, metadata=nameless)
-    text = file.getvalue()
-    text = text[text.index("<svg") :].replace(INK, "currentColor")
-    number = models(results).index(model)
-    for before in ('id="', 'href="#', "url(#"):  # ids are unique in a page of several pictures
-        text = text.replace(before, f"{before}model{number}-")
-    return Html(text.replace("<svg", '<svg role="img" aria-label="Accuracy by benchmark and cache"', 1))
+        return as_svg(figure, f"model{models(results).index(model)}", "Accuracy by benchmark and cache")
 
 
 def _by_benchmark(axes: Axes, cells: list[Numbers], benchmarks: list[str], caches: list[str]) -> None:
@@ -91,7 +80,7 @@ def _by_benchmark(axes: Axes, cells: list[Numbers], benchmarks: list[str], cache
         own = {cell["benchmark"]: cell for cell in cells if cell["cache"] == cache}
         found = [_accuracy(own[name]) if name in own else (math.nan, 0.0) for name in benchmarks]
         places = [place + (i - (len(caches) - 1) / 2) * step for place in range(len(benchmarks))]
-        means, errors = [mean for mean, _ in found], [error for _, error in found]
+        means, errors = [value for value, _ in found], [error for _, error in found]
         axes.errorbar(places, means, errors, color=colour, marker=marker, ls="", capsize=2, label=_literal(cache))
     turned = 30 if len(benchmarks) > 4 else 0
     axes.set_xticks(range(len(benchmarks)), [_literal(name) for name in benchmarks], rotation=turned)
@@ -105,9 +94,9 @@ def _against_saved(axes: Axes, cells: list[Numbers], caches: list[str]) -> None:
     for cache, (colour, marker) in zip(caches, looks(len(caches)), strict=True):
         own = [cell for cell in cells if cell["cache"] == cache]
         found = [_accuracy(cell) for cell in own]
-        mean = sum(value for value, _ in found) / len(found)
+        accuracy = sum(value for value, _ in found) / len(found)
         error = math.sqrt(sum(error**2 for _, error in found)) / len(found)
-        axes.errorbar([100 * saved(own)], [mean], [error], color=colour, marker=marker, capsize=2)
+        axes.errorbar([100 * mean(own, "kv_saved_frac")], [accuracy], [error], color=colour, marker=marker, capsize=2)
     axes.set_title("Mean accuracy, %")
     axes.set_xlabel("KV saved, %")
     _shown_from_0(axes)
@@ -121,8 +110,8 @@ def _shown_from_0(axes: Axes) -> None:
 def _accuracy(cell: Numbers) -> tuple[float, float]:
     """Mean and standard error in percent, nan and 0 where there is none."""
     found = cell["metrics"][main_metric(cell)]
-    mean, error = found["mean"], found["se"]
-    return (math.nan if mean is None else 100 * mean), (0.0 if error is None else 100 * error)
+    value, error = found["mean"], found["se"]
+    return (math.nan if value is None else 100 * value), (0.0 if error is None else 100 * error)
 
 
 def _literal(text: str) -> str:

@@ -8,7 +8,7 @@ groups     a benchmark of a model: levels or subjects down, caches across
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,8 +38,8 @@ def share(found: Numbers | None, sign: str = "") -> str:
     """45.2 ± 1.4, in percent."""
     if found is None or found["mean"] is None:
         return NONE
-    mean = f"{100 * found['mean']:{sign}.1f}"
-    return mean if found["se"] is None else f"{mean} ± {100 * found['se']:.1f}"
+    shown = f"{100 * found['mean']:{sign}.1f}"
+    return shown if found["se"] is None else f"{shown} ± {100 * found['se']:.1f}"
 
 
 def models(results: Results) -> list[str]:
@@ -54,21 +54,14 @@ def main_metric(cell: Numbers) -> str:
     return next(iter(cell["metrics"]))
 
 
-def saved(cells: Iterable[Numbers]) -> float:
-    """KV saved, mean over benchmarks."""
-    found = [cell["kv_saved_frac"] for cell in cells]
-    return sum(found) / len(found)
-
-
-def read(cells: Iterable[Numbers]) -> float:
-    """KV read at a decode step, of a dense cache, mean over benchmarks."""
-    found = [cell.get("kv_read_frac", 1.0 - cell["kv_saved_frac"]) for cell in cells]
-    return sum(found) / len(found)
+def mean(cells: list[Numbers], name: str) -> float:
+    """Over benchmarks."""
+    return sum(cell[name] for cell in cells) / len(cells)
 
 
 def chooses(cells: list[Numbers]) -> bool:
     """Whether some cache read less than it held, so that what was read is worth a column."""
-    return any(read([cell]) < 0.999 * (1.0 - cell["kv_saved_frac"]) for cell in cells)
+    return any(cell["kv_read_frac"] < 0.999 * (1.0 - cell["kv_saved_frac"]) for cell in cells)
 
 
 def overview(results: Results, model: str) -> Text:
@@ -79,16 +72,16 @@ def overview(results: Results, model: str) -> Text:
     rows = []
     for cache in caches:
         own = [cell for cell in cells if cell["cache"] == cache]
-        rate, seconds = sum(c["tokens"] for c in own), sum(c["generate_s"] - c["capture_s"] for c in own)
+        tokens, seconds = sum(c["tokens"] for c in own), sum(c["generate_s"] - c["capture_s"] for c in own)
         by = {cell["benchmark"]: cell["metrics"] for cell in own}
         row = [cache, *(share(by[name][metric]) if name in by else NONE for name, metric in firsts.items())]
         row += [share(headlines.get(cache))] if headlines else []
         row += [
-            f"{100 * saved(own):.0f} %",
-            *([f"{100 * read(own):.0f} %"] if chooses(cells) else []),
-            f"{rate / sum(c['samples'] for c in own):,.0f}",
+            f"{100 * mean(own, 'kv_saved_frac'):.0f} %",
+            *([f"{100 * mean(own, 'kv_read_frac'):.0f} %"] if chooses(cells) else []),
+            f"{tokens / sum(c['samples'] for c in own):,.0f}",
         ]
-        rows.append([*row, f"{rate / seconds:,.0f}" if seconds > 0 else NONE])
+        rows.append([*row, f"{tokens / seconds:,.0f}" if seconds > 0 else NONE])
     head = ["cache", *(f"{name}, {metric}" for name, metric in firsts.items()), *(["average"] if headlines else [])]
     return Text(f"{model}: accuracy in % ± s.e.", [*head, *kv_head(cells), "tokens/answer", "tok/s"], rows)
 
@@ -112,7 +105,7 @@ def details(results: Results, model: str) -> Text:
                     *(share(cell["metrics"].get(metric)) if metric in cell["metrics"] else "" for metric in metrics),
                     *([share(difference, "+") if difference else ""] if compared else []),
                     f"{100 * cell['kv_saved_frac']:.1f} %",
-                    *([f"{100 * read([cell]):.1f} %"] if chooses(cells) else []),
+                    *([f"{100 * cell['kv_read_frac']:.1f} %"] if chooses(cells) else []),
                     f"{cell['peak_entries']:,.0f}",
                     f"{cell['tokens_per_answer']:,.0f}",
                     f"{100 * cell['truncated'] / cell['samples']:.1f} %",
@@ -167,7 +160,7 @@ def provenance(results: Results) -> str:
         changed = [f"{key} {each[key]}" for key in ("hardware", "commit") if each.get(key)]
         changed += [f"{name} {version}" for name, version in each.get("versions", {}).items()]
         said += f" Resumed {each['resumed']} with {', '.join(changed)}."
-    return f"{said} {_minutes(results['wall_s'])} in all." if results.get("wall_s") else said
+    return f"{said} {_minutes(results['wall_s'])} in all."
 
 
 def _minutes(seconds: float) -> str:

@@ -27,7 +27,7 @@ from sparse_rl.report.evidence_tables import (
     times_table,
     updates_table,
 )
-from sparse_rl.runfolder import write_whole
+from sparse_rl.report.page import write
 
 ABOUT = """Do the papers' claims hold on models that train here? Every number below comes from the raw results in
 `{results}`, one line a cell, with its settings, seed, hardware and commit; this page and its plots are written by
@@ -48,7 +48,7 @@ def write_evidence(results: Path, output: Path) -> None:
     evidence = read_evidence(results)
     plots = output.with_suffix("")
     drawn = draw(evidence, plots)
-    write_whole(output, page(evidence, results.as_posix(), output.as_posix(), plots.name, drawn))
+    write(output, page(evidence, results.as_posix(), output.as_posix(), plots.name, drawn))
 
 
 def page(evidence: Evidence, results: str, output: str, plots: str, drawn: Sequence[str]) -> str:

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparse_rl.evaluate.statistics import Estimate, estimate
 from sparse_rl.report.evidence import ARMS, DROP, STATISTICS, Evidence, cases, held, kv_read, survival
-from sparse_rl.report.plots import COLOURS, INK, STYLE, looks
+from sparse_rl.report.plots import COLOURS, INK, looks, plot_style
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -30,28 +31,20 @@ STAGES = {
 
 def draw(evidence: Evidence, folder: Path) -> list[str]:
     """Write every plot that has something to show as a PNG; their names."""
-    try:
-        import matplotlib.style
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ValueError("a report needs matplotlib; pip install 'sparse-rl[report]'.") from error
-    plots: dict[str, Callable[[Figure], bool]] = {}
+    plots: dict[str, Callable[[Figure, Evidence], bool]] = {}
     for bed in evidence.testbeds:
-        plots[f"arms-{bed}"] = lambda figure, bed=bed: _arms(figure, evidence, bed)  # type: ignore[misc]
-        plots[f"curves-{bed}"] = lambda figure, bed=bed: _curves(figure, evidence, bed)  # type: ignore[misc]
-        plots[f"matrix-{bed}"] = lambda figure, bed=bed: _matrix(figure, evidence, bed)  # type: ignore[misc]
-        if evidence.bed(bed).get("whole"):
-            plots[f"budget-{bed}"] = lambda figure, bed=bed: _budgets(figure, evidence, bed)  # type: ignore[misc]
-            plots[f"tails-{bed}"] = lambda figure, bed=bed: _tails(figure, evidence, bed)  # type: ignore[misc]
-        if "sweep" in evidence.bed(bed):
-            plots[f"length-{bed}"] = lambda figure, bed=bed: _lengths(figure, evidence, bed)  # type: ignore[misc]
-    plots["predictors"] = lambda figure: _predictors(figure, evidence)
-    plots["time"] = lambda figure: _times(figure, evidence)
+        own = {"arms": _arms, "curves": _curves, "matrix": _matrix}
+        own |= {"budget": _budgets, "tails": _tails} if evidence.bed(bed).get("whole") else {}
+        own |= {"length": _lengths} if "sweep" in evidence.bed(bed) else {}
+        plots |= {f"{name}-{bed}": partial(make, bed=bed) for name, make in own.items()}
+    plots |= {"predictors": _predictors, "time": _times}
     drawn = []
-    with matplotlib.style.context(["default", STYLE]):
+    with plot_style():
+        from matplotlib.figure import Figure
+
         for name, make in plots.items():
             figure = Figure(figsize=(9.0, 3.4), layout="constrained")
-            if make(figure):
+            if make(figure, evidence):
                 folder.mkdir(parents=True, exist_ok=True)
                 figure.savefig(folder / f"{name}.png", dpi=130, metadata={"Software": None})
                 drawn.append(name)

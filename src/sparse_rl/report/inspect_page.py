@@ -17,7 +17,7 @@ import numpy as np
 
 from sparse_rl.evaluate.inspection import Marks, Reading
 from sparse_rl.report.inspect_plot import TINT, draw_inspection, left_out
-from sparse_rl.report.page import Html, _write, document, markup, table
+from sparse_rl.report.page import Html, document, markup, table, write
 
 ABOUT = """What a sparse KV cache holds and reads as a text grows, and how far the next token it would write is from the
 dense model's. All caches read the same text, the dense model's own answer, so they can be compared token by token;
@@ -127,9 +127,9 @@ redraw();
 
 
 def write_inspection(readings: list[Reading], folder: Path, model: str) -> None:
-    """Write inspect.html and inspect.png into the folder."""
-    _write(folder / "inspect.png", draw_inspection(readings))
-    _write(folder / "inspect.html", inspection_page(readings, model).encode(errors="replace"))
+    """Write inspect.html into the folder, and inspect.png, which needs matplotlib."""
+    write(folder / "inspect.html", inspection_page(readings, model))
+    write(folder / "inspect.png", draw_inspection(readings))
 
 
 def inspection_page(readings: list[Reading], model: str) -> str:

@@ -7,14 +7,13 @@ shares the map's x axis.
 
 from __future__ import annotations
 
-import io
 from textwrap import fill
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from sparse_rl.evaluate.inspection import Reading, Text
-from sparse_rl.report.plots import COLOURS, INK, plot_style
+from sparse_rl.report.plots import COLOURS, INK, as_png, plot_style
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -36,10 +35,8 @@ STRETCH = 0.602  # width of a monospace character over its height
 
 def draw_inspection(readings: list[Reading]) -> bytes:
     """The picture as a PNG."""
-    file = io.BytesIO()
     with plot_style():
-        _figure(readings).savefig(file, format="png", dpi=200, metadata={"Software": None})
-    return file.getvalue()
+        return as_png(_figure(readings))
 
 
 def caption(readings: list[Reading]) -> str:

@@ -28,8 +28,10 @@ ZERO = re.compile(r"^-([0.]+%?)$")
 class Terminal(Observer):
     """Lines on standard error, and a moving one."""
 
-    def _start(self, *lines: str) -> None:
+    def __init__(self) -> None:
         self.line = MovingLine()
+
+    def _start(self, *lines: str) -> None:
         for line in lines:
             self.line.print(line)
         self.line.start()

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import html
 import math
-import os
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from sparse_rl.metrics import definition
-from sparse_rl.report.plots import MARKERS, PLOTS, POINTS, Plot, draw_png, draw_svg, drawn, looks
+from sparse_rl.report.plots import MARKERS, PLOTS, POINTS, NoMatplotlib, Plot, draw_png, draw_svg, drawn, looks
 from sparse_rl.report.runs import NONE, Record, Run, advice, differing, load_runs, summary
+from sparse_rl.runfolder import write_whole
 
 REJECTED, COMPLETIONS = 6, 8  # shown in all, shared out among the runs
 REJECTED_FACTS = ("step", "index", "sampler_logprob", "dense_logprob", "log_xi", "entries_held", "entries_dense")
@@ -67,10 +66,16 @@ def write_report(folders: list[Path], output: Path, png: Path | None = None) -> 
     """Write the page of these run folders and, into the folder `png`, a picture of each of its plots."""
     runs = load_runs(folders)
     plots = [plot for plot in PLOTS if drawn(plot, runs)]
-    _write(output, page(runs, plots).encode(errors="replace"))
+    write(output, page(runs, plots))
     if png is not None:
         for plot in plots:
-            _write(png / f"{plot.name}.png", draw_png(plot, runs))
+            write(png / f"{plot.name}.png", draw_png(plot, runs))
+
+
+def write(path: Path, content: str | bytes) -> None:
+    """All of the file or nothing of it, in a folder that is made if it is not there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, content, remedy="give another place for it")
 
 
 def page(runs: list[Run], plots: list[Plot]) -> str:
@@ -95,6 +100,14 @@ def table(head: Iterable[str], rows: Iterable[Iterable[str]], kind: str = "") ->
     top = "".join(f"<th>{markup(cell)}</th>" for cell in head)
     body = "\n".join("<tr>" + "".join(f"<td>{markup(cell)}</td>" for cell in row) + "</tr>" for row in rows)
     return Html(f'<div class="wide"><table class="{kind}">\n<tr>{top}</tr>\n{body}\n</table></div>')
+
+
+def picture(draw: Callable[[], str]) -> Html:
+    """What it draws, or in a small line why there is nothing."""
+    try:
+        return Html(draw())
+    except NoMatplotlib as error:
+        return Html(f"<p><small>{markup(str(error))}</small></p>")
 
 
 def _summary(runs: list[Run]) -> Html:
@@ -205,16 +218,3 @@ def _log_xi(record: Record) -> float:
 def _cut(text: str, head: int, tail: int) -> str:
     """The first and the last characters, with an ellipsis for what lies between."""
     return text if len(text) <= head + tail else f"{text[:head]}…{text[len(text) - tail :]}"
-
-
-def _write(path: Path, content: bytes) -> None:
-    """All of it or nothing: a reader never meets half a file."""
-    part = path.with_name(f".{path.name}.part")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part.write_bytes(content)
-        os.replace(part, path)
-    except OSError as error:
-        with suppress(OSError):
-            part.unlink()
-        raise ValueError(f"{path} cannot be written ({error.strerror}); give another place for it.") from error

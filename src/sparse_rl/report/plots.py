@@ -101,20 +101,12 @@ def points(run: Run, metric: str) -> tuple[list[float], list[float], list[float]
 
 def draw_svg(plot: Plot, runs: list[Run]) -> str:
     """An element for a page that itself says which colour is which run."""
-    file = io.StringIO()
     with plot_style():
-        nameless = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-        _figure(plot, runs).savefig(file, format="svg", transparent=True, metadata=nameless)
-    text = file.getvalue()
-    text = text[text.index("<svg") :].replace(INK, "currentColor")
-    for before in ('id="', 'href="#', "url(#"):  # ids are unique in a page of several plots
-        text = text.replace(before, f"{before}{plot.name}-")
-    return text.replace("<svg", f'<svg role="img" aria-label="{plot.title}"', 1)
+        return as_svg(_figure(plot, runs), plot.name, plot.title)
 
 
 def draw_png(plot: Plot, runs: list[Run]) -> bytes:
     """A picture that stands alone, with its own legend of the runs."""
-    file = io.BytesIO()
     with plot_style():
         figure = _figure(plot, runs)
         if len(runs) > 1:
@@ -125,18 +117,38 @@ def draw_png(plot: Plot, runs: list[Run]) -> bytes:
             for label, name in zip(legend.get_texts(), names, strict=True):
                 label.set_parse_math(False)  # a dollar sign in a name is a dollar sign
                 label.set_text(name)
-        figure.savefig(file, format="png", dpi=200, metadata={"Software": None})
-    return file.getvalue()
+        return as_png(figure)
+
+
+class NoMatplotlib(ValueError):
+    """Some pages do without their pictures."""
 
 
 def plot_style() -> AbstractContextManager[None]:
+    """`with plot_style()`: figures that are drawn and saved in it look alike."""
     try:
-        import matplotlib
+        import matplotlib.style
     except ImportError as error:
-        raise ValueError("a report needs matplotlib; pip install 'sparse-rl[report]'.") from error
-    import matplotlib.style
-
+        raise NoMatplotlib("a report needs matplotlib; pip install 'sparse-rl[report]'.") from error
     return matplotlib.style.context(["default", STYLE])
+
+
+def as_svg(figure: Figure, name: str, label: str) -> str:
+    """An element of a page, in the page's own colour of text; `name` tells its ids from those of other pictures."""
+    file = io.StringIO()
+    nameless = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+    figure.savefig(file, format="svg", transparent=True, metadata=nameless)
+    text = file.getvalue()
+    text = text[text.index("<svg") :].replace(INK, "currentColor")
+    for before in ('id="', 'href="#', "url(#"):
+        text = text.replace(before, f"{before}{name}-")
+    return text.replace("<svg", f'<svg role="img" aria-label="{label}"', 1)
+
+
+def as_png(figure: Figure, dpi: int = 200) -> bytes:
+    file = io.BytesIO()
+    figure.savefig(file, format="png", dpi=dpi, metadata={"Software": None})
+    return file.getvalue()
 
 
 def _figure(plot: Plot, runs: list[Run]) -> Figure:

@@ -54,6 +54,10 @@ class ProgressLine(MovingLine):
     def __exit__(self, *_: object) -> None:
         self.stop()
 
+    def say(self, text: str) -> None:
+        """What comes next, in a line that stays."""
+        self.print(f"sparse-rl: {text}")
+
     def show(self, progress: Progress) -> None:
         if progress.num_finished == progress.num_requests:
             self.print(describe(progress))
@@ -73,3 +77,12 @@ def describe(progress: Progress) -> str:
         f"{progress.num_tokens:,} tokens, {rate:,.0f} tok/s, KV held {held:.0f} % of dense{chosen}, "
         f"pages {progress.pages_used}/{progress.num_pages}"
     )
+
+
+def duration(seconds: float | None) -> str:
+    """1:02:03, or ?:?? where nobody knows."""
+    if seconds is None:
+        return "?:??"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -75,6 +75,7 @@ def differing(runs: list[Run]) -> list[str]:
 def summary(run: Run) -> dict[str, str]:
     """The run in a line: what it was, what it learnt, what it cost."""
     policy, budget, planned = (run.settings.get(name, "null") for name in ("kv.policy", "kv.budget", "trainer.steps"))
+    budget = "auto" if run.settings.get("control.auto") == "true" else budget
     steps = str(run.num_steps)
     return {
         "KV policy": policy if policy == "full" or budget == "null" else f"{policy}, budget\u00a0{budget}",
@@ -101,7 +102,8 @@ def advice(run: Run) -> list[str]:
         flags = [value for _, value in run.series(name)]
         if any(flags) and not (found and name == "alarm/rejection"):
             found.append(f"{name} was on at {sum(map(bool, flags))} of {len(flags)} steps; {remedy}")
-    if saved is not None and saved < NOTHING_SAVED and run.settings.get("kv.policy") != "full":
+    unread = 1.0 - (run.mean("kv/read_frac") or 1.0)  # a policy that chooses pages holds them all
+    if saved is not None and max(saved, unread) < NOTHING_SAVED and run.settings.get("kv.policy") != "full":
         found.append("no KV was saved, as the budget is above the lengths seen; lower kv.budget.")
     return found
 
