@@ -78,17 +78,17 @@ def redundancy_ref(
     unit = upcast(gather_pages_ref(k_PKSD, pages_BN))
     unit = unit / (unit.norm(dim=-1, keepdim=True) + NORM_EPS)
     size = unit.shape[2]
-    column = torch.arange(size, device=unit.device)
+    column = torch.arange(size, dtype=torch.int32, device=unit.device)
     first_live = live_BKS.int().argmax(dim=-1, keepdim=True)  # where rows without a near-duplicate point
     total_BKS = torch.zeros_like(unit[..., 0])
     for start in range(0, size, SIMILARITY_BLOCK):
-        row = column[start : start + SIMILARITY_BLOCK]
-        cosine = unit[:, :, row] @ unit.transpose(-1, -2)
-        cosine = cosine.masked_fill(row[:, None] == column, 0.0)
+        rows = slice(start, start + SIMILARITY_BLOCK)
+        cosine = unit[:, :, rows] @ unit.transpose(-1, -2)
+        cosine.diagonal(start, -2, -1).zero_()
         near = (cosine > threshold) & live_BKS[:, :, None]
-        newest = torch.where(near, column, -1).amax(dim=-1)
+        newest = torch.where(near, column, -1).amax(dim=-1).long()
         spared = torch.where(newest < 0, first_live, newest)
-        cosine = cosine.scatter(-1, spared[..., None], 0.0)
-        total_BKS += cosine.masked_fill(~live_BKS[:, :, row, None], 0.0).sum(dim=2)
+        cosine.scatter_(-1, spared[..., None], 0.0)
+        total_BKS += cosine.masked_fill_(~live_BKS[:, :, rows, None], 0.0).sum(dim=2)
     mean_BKS = total_BKS / live_BKS.sum(dim=-1, keepdim=True).clamp(min=1)
     return torch.softmax(mean_BKS.masked_fill(~live_BKS, float("-inf")), dim=-1).nan_to_num(0.0)
