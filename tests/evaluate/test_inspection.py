@@ -206,3 +206,19 @@ def test_the_command_writes_a_page_and_a_picture(tmp_path, capsys):
     with pytest.raises(SystemExit):
         main([*command, "--kv", "rvk:64"])
     assert "did you mean 'rkv'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--kv", "quest:64", "pages_mean:32"], "cache 'pages_mean:32': kv.budget is 32, but the pages always read"),
+        (["--kv", "rkv:budget=64,select=quest,select_budget=192"], "no more than 192 entries are ever held"),
+        (["--prompt", "@BINARY"], "line 1 of BINARY is not text in UTF-8"),
+    ],
+)
+def test_what_cannot_be_inspected_is_named(arguments, said, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "BINARY").write_bytes(b"\xff\xfe\x93")
+    with pytest.raises(SystemExit):
+        main(["inspect", "--model", "tiny", *arguments])
+    assert said in capsys.readouterr().err

@@ -52,7 +52,9 @@ def run(arguments: list[str]) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the answer")
     parser.add_argument("--output", type=str, default="inspect", help="folder for inspect.html and inspect.png")
     settings = parse(parser, arguments)
-    policies = _policies(settings.kv)
+    from sparse_rl.evaluate.plan import usable_cache
+
+    policies = {spec: usable_cache(spec) for spec in settings.kv}
     if Path(settings.output).is_file():
         raise ValueError(f"--output {settings.output!r} is a file; name a folder.")
     from sparse_rl.evaluate.inspection import answer, read
@@ -68,16 +70,6 @@ def run(arguments: list[str]) -> None:
     write_inspection(readings, folder, settings.model)
     print("\n".join([*summary_lines(readings), *_never_cut(readings, policies)]))
     print(f"wrote {folder / 'inspect.html'} and {folder / 'inspect.png'}")
-
-
-def _policies(specs: list[str]) -> dict[str, KVPolicy]:
-    from sparse_rl.evaluate.plan import parse_cache
-    from sparse_rl.kv.sparse_cache import SparseCache
-
-    policies = {spec: parse_cache(spec) for spec in specs}
-    for policy in policies.values():
-        SparseCache(policy)  # refuses what it cannot do before a model is loaded
-    return policies
 
 
 def _never_cut(readings: list[Reading], policies: dict[str, KVPolicy]) -> list[str]:
@@ -98,6 +90,7 @@ def _never_cut(readings: list[Reading], policies: dict[str, KVPolicy]) -> list[s
 
 def _prompt(model: str, text: str | None, loaded: LoadedModel) -> Prompt:
     from sparse_rl.tasks.chain import Chain
+    from sparse_rl.tasks.files import read_text
     from sparse_rl.tasks.lookup import Lookup
     from sparse_rl.tasks.prompts import as_turn, make_prompt
 
@@ -106,6 +99,6 @@ def _prompt(model: str, text: str | None, loaded: LoadedModel) -> Prompt:
             return Chain().held_out(TELLING + 1)[TELLING]
         return Lookup().build(loaded.tokenizer).held_out(1)[0]
     if text.startswith("@"):
-        text = Path(text[1:]).read_text()
+        text = read_text(Path(text[1:]).read_bytes(), text[1:])
     given = as_turn(text, loaded.tokenizer) if loaded.tokenizer.chat_template else text
     return make_prompt({"prompt": given}, "--prompt", loaded.tokenizer)
