@@ -52,21 +52,21 @@ def run(arguments: list[str]) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the answer")
     parser.add_argument("--output", type=str, default="inspect", help="folder for inspect.html and inspect.png")
     settings = parse(parser, arguments)
-    from sparse_rl.evaluate.plan import usable_cache
-
-    policies = {spec: usable_cache(spec) for spec in settings.kv}
-    if Path(settings.output).is_file():
-        raise ValueError(f"--output {settings.output!r} is a file; name a folder.")
     from sparse_rl.evaluate.inspection import answer, read
+    from sparse_rl.evaluate.plan import usable_cache
     from sparse_rl.model.load import load
     from sparse_rl.report.inspect_page import summary_lines, write_inspection
 
+    policies = {spec: usable_cache(spec) for spec in settings.kv}
+    folder = Path(settings.output)
+    if folder.is_file():
+        raise ValueError(f"--output {settings.output!r} is a file; name a folder.")
+    folder.mkdir(parents=True, exist_ok=True)
     quiet_bars()
     loaded = load(settings.model, dtype=model_dtype(settings.dtype), device=settings.device)
     prompt = _prompt(settings.model, settings.prompt, loaded)
     text = answer(loaded, prompt, max_tokens=settings.max_tokens, temperature=settings.temperature, seed=settings.seed)
     readings = read(loaded, text, policies)
-    folder = Path(settings.output)
     write_inspection(readings, folder, settings.model)
     print("\n".join([*summary_lines(readings), *_never_cut(readings, policies)]))
     print(f"wrote {folder / 'inspect.html'} and {folder / 'inspect.png'}")
