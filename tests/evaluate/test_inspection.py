@@ -236,7 +236,7 @@ def test_the_command_writes_a_page_and_a_picture(tmp_path, capsys):
         (["--kv", "quest:64", "pages_mean:32"], "cache 'pages_mean:32': kv.budget is 32, but the pages always read"),
         (["--kv", "rkv:budget=64,select=quest,select_budget=192"], "no more than 192 entries are ever held"),
         (["--prompt", "@BINARY"], "line 1 of BINARY is not text in UTF-8"),
-        (["--model", "nowhere", "--output", "BINARY/out"], "BINARY/out: Not a directory"),  # said before a model is sought
+        (["--model", "nowhere", "--output", "BINARY/out"], "BINARY/out: Not a directory"),  # before a model is sought
     ],
 )
 def test_what_cannot_be_inspected_is_named(arguments, said, tmp_path, monkeypatch, capsys):
