@@ -61,21 +61,23 @@ def main() -> None:
     args = parser.parse_args()
     path = args.result or Path(f"benchmarks/results/policies_{args.what}.json")
     began, made = time.monotonic(), provenance(torch.device(args.device))
-    done = {record["label"] for record in read(path) if record["commit"] == made["commit"]}
+    done = [(record["label"], record["commit"], record["settings"]) for record in read(path)]
+    chooses = ("policies", "budgets", "minutes", "result")  # what is measured and where it goes, not how
+    shared = {name: value for name, value in vars(args).items() if name not in chooses}
     loaded = load("smollm2", dtype=dtype_of(args), device=args.device) if args.what == "quality" else None
     for policy in chosen(args):
         label = " ".join([policy.name, *([str(policy.budget)] if hasattr(policy, "budget") else [])])
-        if label in done:
+        settings = {**shared, "kv": policy_record(policy)}
+        if (label, made["commit"], settings) in done:
             continue
         if time.monotonic() - began > 60 * args.minutes:
             break
         results = speed(args, policy) if loaded is None else quality(args, policy, loaded)
-        settings = {name: value for name, value in vars(args).items() if name not in ("result", "minutes")}
         record = {
             "label": label,
             "command": " ".join(["python benchmarks/policies.py", *sys.argv[1:]]),
             **made,
-            "settings": {**settings, "kv": policy_record(policy)},
+            "settings": settings,
             "results": results,
         }
         merge(path, record)

@@ -19,8 +19,9 @@ from sparse_rl.evaluate.inspection import Marks, Reading, Text, answer, read
 from sparse_rl.kv import RKV, Full, PagesMean, Quest, SnapKV, Streaming
 from sparse_rl.kv.sparse_cache import SparseCache
 from sparse_rl.objective.mismatch import overlap_bounds
-from sparse_rl.report.inspect_page import inspection_page
-from sparse_rl.report.inspect_plot import COLUMNS, LINES, caption, left_out, mixed, wrapped
+from sparse_rl.report.inspect_page import inspection_page, summary_lines
+from sparse_rl.report.inspect_plot import COLUMNS, LINES, _figure, caption, left_out, mixed, wrapped
+from sparse_rl.report.plots import plot_style
 from sparse_rl.rollout import Engine, EngineConfig, Sampling
 from sparse_rl.score import score
 from sparse_rl.types import Prompt
@@ -182,6 +183,27 @@ def test_the_page_has_every_bit_and_escapes_the_text(by_hand):
     assert "&lt;/script&gt;</span>" in page and page.count("<b></b>") == 2
     assert page.count('class="low"') == 2 and 'title="position 5, never written, overlap 0.200"' in page
     assert "http" not in page
+    options = {
+        what: re.findall(r'value="(-?\d+)"', page.split(f'id="{what}"')[1].split("</select>")[0])
+        for what in ("layer", "head")
+    }
+    assert options == {"layer": ["-1", "0"], "head": ["-1", "0", "1"]}
+    assert '"M4 0V100"' in page and '"M3.5 0V0.0M4.5 0V10.0M5.5 0V80.0"' in page  # the cut, the drops of the overlap
+
+
+def test_what_is_said_of_a_cache_by_hand(by_hand):
+    assert summary_lines([by_hand]) == [
+        "rkv:2: KV saved 22%, read 78%, 1 cuts, overlap mean 0.700, P05 0.270, lowest 0.200 at 5 '#'"
+    ]
+
+
+def test_the_picture_shows_what_is_held_and_the_overlap(by_hand):
+    with plot_style():
+        shown, overlap, *_ = _figure([by_hand]).axes
+    np.testing.assert_array_equal(shown.images[0].get_array(), mixed(by_hand.held(), by_hand.held()))
+    assert shown.images[0].get_extent() == [0, 6, 6, 3]
+    drops = [segment.tolist() for segment in overlap.collections[0].get_segments()]
+    assert drops == [[[3.5, 1.0], [3.5, 1.0]], [[4.5, 0.9], [4.5, 1.0]], [[5.5, 0.2], [5.5, 1.0]]]
 
 
 def test_long_texts_are_cut_short_in_the_picture():
@@ -217,3 +239,20 @@ def test_without_matplotlib_there_is_still_the_page(tmp_path, capsys, monkeypatc
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["inspect.html"]
     printed = capsys.readouterr()
     assert "streaming:8: KV saved" in printed.out and "pip install 'sparse-rl[report]'" in printed.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--kv", "quest:64", "pages_mean:32"], "cache 'pages_mean:32': kv.budget is 32, but the pages always read"),
+        (["--kv", "rkv:budget=64,select=quest,select_budget=192"], "no more than 192 entries are ever held"),
+        (["--prompt", "@BINARY"], "line 1 of BINARY is not text in UTF-8"),
+        (["--model", "nowhere", "--output", "BINARY/out"], "BINARY/out: Not a directory"),  # before a model is sought
+    ],
+)
+def test_what_cannot_be_inspected_is_named(arguments, said, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "BINARY").write_bytes(b"\xff\xfe\x93")
+    with pytest.raises(SystemExit):
+        main(["inspect", "--model", "tiny", *arguments])
+    assert said in capsys.readouterr().err

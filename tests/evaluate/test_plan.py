@@ -10,6 +10,7 @@ import pytest
 from sparse_rl.evaluate import Evaluation
 from sparse_rl.evaluate.plan import parse_cache
 from sparse_rl.kv import RKV, Full, SnapKV, Streaming
+from sparse_rl.kv.schedule import Schedule, save
 from sparse_rl.rollout import EngineConfig
 
 
@@ -63,6 +64,7 @@ def made(**changes):
         ({"benchmarks": ("gms8k",)}, "did you mean gsm8k"),
         ({"kv": ("rkv:64", "rkv:budget=64")}, "which are the same cache"),
         ({"kv": ("full", "pages_mean:32")}, "cache 'pages_mean:32': .* the pages always read are 48"),
+        ({"kv": ("rkv:budget=64,select=quest,select_budget=192",)}, "cache 'rkv:.*': .* no more than 192 entries"),
         ({"kv": ("quest:64",), "engine": EngineConfig(page_size=64)}, "cache 'quest:64': .* always read are 192"),
         ({"protocol": "mine"}, "protocol is 'mine'; choose one of default"),
         ({"problems": 0}, "problems is 0"),
@@ -79,6 +81,17 @@ def made(**changes):
 def test_what_is_refused(changes, said):
     with pytest.raises(ValueError, match=said):
         made(**changes)
+
+
+def test_a_schedule_that_another_policy_was_calibrated_with_is_said(tmp_path, caplog):
+    path = tmp_path / "schedule.json"
+    save(Schedule((0,), (40,)), path, kv={"policy": "rkv"})
+    made(kv=("full", f"rkv:{path}"))
+    assert not caplog.records
+    made(kv=("full", f"snapkv:{path}"))
+    assert [record.getMessage().partition(" was ")[2] for record in caplog.records] == [
+        "found with policy rkv (here snapkv); calibrate with the settings it is used with."
+    ]
 
 
 def test_settings_follow_the_protocol_but_for_what_is_given():

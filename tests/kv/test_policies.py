@@ -45,3 +45,25 @@ from sparse_rl.kv import build_policy
 def test_bad_settings_are_named(settings, message):
     with pytest.raises(ValueError, match=message):
         build_policy(**settings)
+
+
+@pytest.mark.parametrize(
+    ("policy", "published"),
+    [
+        ("streaming", {"sinks": 4}),
+        ("h2o", {"decay": 1.0, "num_recent": 256}),  # half heavy hitters, half newest
+        ("snapkv", {"window": 8, "kernel": 7}),  # as R-KV runs it in decoding
+        ("rkv", {"window": 8, "kernel": 7, "lam": 0.1, "threshold": 0.5, "interval": 128}),
+        ("gkv", {"window": 16, "kernel": 1, "decay": 0.8, "lam": 0.5}),
+        ("pages_mean", {"first": 1, "last": 2, "dense_layers": 2, "page_size": 16}),
+        ("quest", {"dense_layers": 2, "page_size": 16}),
+    ],
+)
+def test_defaults_are_the_published_ones(policy, published):
+    built = build_policy(policy)
+    assert {name: getattr(built, name) for name in published} == published
+
+
+def test_h2o_keeps_half_of_what_is_beside_the_sinks_for_the_newest():
+    assert build_policy("h2o", budget=20, sinks=4).num_recent == 8
+    assert build_policy("h2o", budget="20@0+90@50").num_recent == 10

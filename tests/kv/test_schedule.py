@@ -18,20 +18,23 @@ from sparse_rl.kv.schedule import Schedule, load, published, save
 from sparse_rl.rollout.scheduler import entries_reached
 from sparse_rl.rollout.sequence import Sequence
 
-SPARROW = {  # first and last budget, by hand: 16 x (29 + 3) = 512, 16 x (253 + 3) = 4096, ...
-    "1.7b-0.75": (512, 1536), "1.7b-0.80": (512, 2560), "1.7b-0.83": (512, 3072), "1.7b-0.86": (512, 4096),
-    "1.7b-0.88": (768, 5120), "1.7b-0.90": (768, 6144), "1.7b-0.92": (1024, 8192), "1.7b-0.94": (1280, 12288),
-    "4b-0.75": (512, 3072), "4b-0.80": (512, 3584), "4b-0.86": (512, 8192), "4b-0.88": (512, 10240),
-    "4b-0.90": (768, 14336), "4b-0.92": (768, 18432), "8b-0.75": (512, 2560), "8b-0.80": (512, 4096),
-    "8b-0.86": (512, 7168), "8b-0.87": (512, 8192), "8b-0.92": (768, 16384), "14b-0.86": (512, 14336),
+SPARROW = {  # first budget, sum of all 20, and last, by hand: 16 x (29 + 3) = 512, 16 x (253 + 3) = 4096, ...
+    "1.7b-0.75": (512, 25_600, 1536), "1.7b-0.80": (512, 40_960, 2560), "1.7b-0.83": (512, 50_432, 3072),
+    "1.7b-0.86": (512, 64_512, 4096), "1.7b-0.88": (768, 80_384, 5120), "1.7b-0.90": (768, 99_584, 6144),
+    "1.7b-0.92": (1024, 128_512, 8192), "1.7b-0.94": (1280, 187_648, 12288), "4b-0.75": (512, 36_352, 3072),
+    "4b-0.80": (512, 50_688, 3584), "4b-0.86": (512, 82_944, 8192), "4b-0.88": (512, 126_464, 10240),
+    "4b-0.90": (768, 181_760, 14336), "4b-0.92": (768, 250_624, 18432), "8b-0.75": (512, 30_464, 2560),
+    "8b-0.80": (512, 50_688, 4096), "8b-0.86": (512, 78_912, 7168), "8b-0.87": (512, 95_488, 8192),
+    "8b-0.92": (768, 211_200, 16384), "14b-0.86": (512, 127_488, 14336),
 }  # fmt: skip
 
 
 def test_the_published_tables():
     assert {name for name in published() if name.startswith("sparrow/")} == {f"sparrow/qwen3-{key}" for key in SPARROW}
-    for key, (first, last) in SPARROW.items():
+    for key, (first, total, last) in SPARROW.items():
         schedule = load(f"sparrow/qwen3-{key}")
         assert schedule.starts == tuple(range(0, 40_000, 2000)), key
+        assert sum(schedule.budgets) == total, key
         assert (schedule.at(0), schedule.at(1999), schedule.at(38_000), schedule.at(10**6)) == (
             first,
             first,

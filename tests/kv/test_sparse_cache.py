@@ -225,8 +225,9 @@ def test_larger_pages_are_the_engines(tiny, prompts):
     }
     torch.testing.assert_close(found[32][0].cpu().float(), expected.sampler_logprobs, atol=1e-4, rtol=0)
     assert (found[16] - found[32]).abs().max() > 1e-3
-    with pytest.raises(ValueError, match="page_size is 0"):
-        SparseCache("rkv", page_size=0)
+    for size in (0, 8, 24, True):
+        with pytest.raises(ValueError, match=f"page_size is {size}; it must be a multiple of 16"):
+            SparseCache("rkv", page_size=size)
 
 
 def test_a_chunk_over_the_trigger_is_cut(tiny, prompts):

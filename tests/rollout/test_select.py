@@ -170,6 +170,7 @@ def test_landmarks_count_as_memory(tiny, prompts):
     ("settings", "message"),
     [
         ({"budget": 47}, r"47.*always read are 48 entries \(first 1 \+ last 2 pages of 16\).*48 or more"),
+        ({"budget": "32@0+96@50"}, "kv.budget is 32, but the pages always read are 48"),
         ({"budget": 100, "first": 6}, "128 or more"),
         ({"last": 0}, "kv.last is 0"),
         ({"first": -1}, "kv.first is -1"),

@@ -52,37 +52,29 @@ def run(arguments: list[str]) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the answer")
     parser.add_argument("--output", type=str, default="inspect", help="folder for inspect.html and inspect.png")
     settings = parse(parser, arguments)
-    policies = _policies(settings.kv)
-    if Path(settings.output).is_file():
-        raise ValueError(f"--output {settings.output!r} is a file; name a folder.")
     given = settings.prompt
     if given is not None and given.startswith("@"):
         from sparse_rl.tasks.files import read_text
 
         given = read_text(Path(given[1:]).read_bytes(), given[1:])
     from sparse_rl.evaluate.inspection import answer, read
+    from sparse_rl.evaluate.plan import usable_cache
     from sparse_rl.model.load import load
     from sparse_rl.report.inspect_page import summary_lines, write_inspection
 
+    policies = {spec: usable_cache(spec) for spec in settings.kv}
+    folder = Path(settings.output)
+    if folder.is_file():
+        raise ValueError(f"--output {settings.output!r} is a file; name a folder.")
+    folder.mkdir(parents=True, exist_ok=True)
     quiet_bars()
     loaded = load(settings.model, dtype=model_dtype(settings.dtype), device=settings.device)
     prompt = _prompt(settings.model, given, loaded)
     text = answer(loaded, prompt, max_tokens=settings.max_tokens, temperature=settings.temperature, seed=settings.seed)
     readings = read(loaded, text, policies)
     print("\n".join([*summary_lines(readings), *_never_cut(readings, policies)]))
-    folder = Path(settings.output)
     write_inspection(readings, folder, settings.model)
     print(f"wrote {folder / 'inspect.html'} and {folder / 'inspect.png'}")
-
-
-def _policies(specs: list[str]) -> dict[str, KVPolicy]:
-    from sparse_rl.evaluate.plan import parse_cache
-    from sparse_rl.kv.sparse_cache import SparseCache
-
-    policies = {spec: parse_cache(spec) for spec in specs}
-    for policy in policies.values():
-        SparseCache(policy)  # refuses what it cannot do before a model is loaded
-    return policies
 
 
 def _never_cut(readings: list[Reading], policies: dict[str, KVPolicy]) -> list[str]:

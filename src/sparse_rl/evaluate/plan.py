@@ -12,7 +12,7 @@ from itertools import product
 from typing import Any
 
 from sparse_rl.evaluate.protocols import PROTOCOLS, Settings
-from sparse_rl.kv import POLICIES, KVPolicy
+from sparse_rl.kv import POLICIES, KVPolicy, check_use
 from sparse_rl.model.load import DTYPES
 from sparse_rl.rollout import EngineConfig
 from sparse_rl.specs import build
@@ -94,11 +94,7 @@ class Evaluation:
             raise ValueError(f"problems is {self.problems}; it must be at least 1.")
         policies: dict[str, str] = {}
         for spec in self.kv:
-            policy = parse_cache(spec)
-            try:
-                policy.check_page_size(self.engine.page_size or policy.page_size)
-            except ValueError as error:
-                raise ValueError(f"cache {spec!r}: {error}") from None
+            policy = usable_cache(spec, self.engine.page_size)
             same = policies.setdefault(repr(policy), spec)
             if same != spec:
                 raise ValueError(f"--kv has {same!r} and {spec!r}, which are the same cache; leave one out.")
@@ -137,3 +133,14 @@ class Evaluation:
 def parse_cache(spec: str) -> KVPolicy:
     """The policy that `full`, `rkv:128` or `rkv:budget=128,interval=32` stands for."""
     return build("cache", spec, POLICIES, first="budget")
+
+
+def usable_cache(spec: str, page_size: int | None = None) -> KVPolicy:
+    """The same, of a cache that is used as it stands, with pages of this size or the policy's own."""
+    policy = parse_cache(spec)
+    try:
+        check_use(policy)
+        policy.check_page_size(page_size or policy.page_size)
+    except ValueError as error:
+        raise ValueError(f"cache {spec!r}: {error}") from None
+    return policy

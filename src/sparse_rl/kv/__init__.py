@@ -34,7 +34,7 @@ POLICIES: dict[str, type[KVPolicy]] = {
 
 __all__ = [
     "GKV", "H2O", "POLICIES", "RKV", "TOVA", "EvictPolicy", "Full", "KVPolicy", "KeyDiff", "Knorm", "PagesMean",
-    "Quest", "Random", "SelectPolicy", "SnapKV", "Streaming", "build_policy", "policy_record",
+    "Quest", "Random", "SelectPolicy", "SnapKV", "Streaming", "build_policy", "check_use", "policy_record",
 ]  # fmt: skip
 
 
@@ -48,19 +48,19 @@ def build_policy(policy: str = "full", **settings: Any) -> KVPolicy:
             takes = f"it takes {', '.join(known)}" if known else "it takes no settings"
             raise ValueError(f"kv.{key} is not a setting of policy {policy!r}{suggestion(key, known)}; {takes}.")
     built = POLICIES[policy](**settings)
-    if isinstance(built, EvictPolicy):
-        check_some_unread(built)
-    _warn_of_others_schedule(built)
+    check_use(built)
     return built
 
 
-def _warn_of_others_schedule(policy: KVPolicy) -> None:
-    """Where the budget is a calibration's file, and it was found with another policy or other settings."""
+def check_use(policy: KVPolicy) -> None:
+    """Raise if pages are chosen and all are read; warn if the budget was calibrated with another policy or settings."""
+    if isinstance(policy, EvictPolicy):
+        check_some_unread(policy)
     own = {"policy": policy.name, **asdict(policy)}
     other = {key: value for key, value in made_for(own.get("budget")).items() if own.get(key) != value}
     if other:
         said = ", ".join(f"{key} {value} (here {own.get(key)})" for key, value in other.items())
-        logger.warning("%s was found with %s; calibrate with the settings you train with.", own["budget"], said)
+        logger.warning("%s was found with %s; calibrate with the settings it is used with.", own["budget"], said)
 
 
 def policy_record(policy: KVPolicy) -> dict[str, Any]:

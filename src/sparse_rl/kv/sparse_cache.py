@@ -53,8 +53,8 @@ class SparseCache(Cache):
             raise ValueError(f"{', '.join(settings)} beside a policy object; set them on the policy instead.")
         if not isinstance(policy, KVPolicy):
             raise ValueError(f"policy is {policy!r}; give a policy's name, or a policy like Streaming(budget=64).")
-        if type(page_size) is not int or page_size < 1:
-            raise ValueError(f"page_size is {page_size!r}; it must be a whole number, at least 1.")
+        if type(page_size) is not int or page_size < 16 or page_size % 16:
+            raise ValueError(f"page_size is {page_size!r}; it must be a multiple of 16.")
         policy.check_page_size(page_size)
         self.policy, self.page_size = policy, page_size
         self.make_step = decode_step(policy.selection)
