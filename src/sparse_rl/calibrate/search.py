@@ -13,6 +13,7 @@ import numpy as np
 from sparse_rl.kv import KVPolicy
 from sparse_rl.kv.schedule import Schedule
 
+MOST_BUDGETS = 1000  # of a grid
 SPAN = 64  # the longest context over the smallest budget that is tried by itself
 
 
@@ -28,9 +29,9 @@ def budget_grid(
 ) -> list[int]:
     """About `count` budgets from the smallest the policy can do to the longest context, multiples of `page`.
 
-    They are geometric; where pages are too coarse for that many, there are fewer.
+    They are geometric; where pages are too coarse for that many, there are fewer. None is above `highest`.
     """
-    top = page * max(1, -(-(min(highest, longest) if highest else longest) // page))
+    top = highest // page * page if highest and highest < longest else page * -(-longest // page)
     bottom = page * max(1, -(-(lowest or longest // SPAN) // page))
     while bottom < top and not possible(policy, bottom, page_size):
         bottom += page

@@ -25,9 +25,9 @@ from typing import Any, Literal
 
 import torch
 
-from sparse_rl.calibrate.search import SPAN, budget_grid, with_budget
+from sparse_rl.calibrate.search import MOST_BUDGETS, SPAN, budget_grid, with_budget
 from sparse_rl.kv import EvictPolicy, KVPolicy, SelectPolicy
-from sparse_rl.kv.schedule import Schedule
+from sparse_rl.kv.schedule import MOST, Schedule
 from sparse_rl.objective.correction import check_choices
 from sparse_rl.objective.tail import BinTail, tails
 from sparse_rl.train.control_bin import BinState
@@ -79,10 +79,12 @@ class ControlConfig:
             value = getattr(self, field)
             if value is not None and value < 1:
                 raise ValueError(f"control.{field} is {value}; it must be at least 1.")
+            if value is not None and value > MOST:
+                raise ValueError(f"control.{field} is {value}; it must be at most {MOST}.")
         if self.every < 0 or (self.auto and not self.every):
             raise ValueError(f"control.every is {self.every}; it must be at least 0, and with control.auto at least 1.")
-        if self.budgets < 2:
-            raise ValueError(f"control.budgets is {self.budgets}; it must be at least 2.")
+        if not 2 <= self.budgets <= MOST_BUDGETS:
+            raise ValueError(f"control.budgets is {self.budgets}; it must be from 2 to {MOST_BUDGETS}.")
         if self.smallest is not None and self.largest is not None and self.largest <= self.smallest:
             raise ValueError(
                 f"control.largest is {self.largest} and control.smallest {self.smallest}; it must be larger than that."
@@ -244,12 +246,13 @@ def control_grid(config: ControlConfig, kv: KVPolicy, *, prompt: int, longest: i
         )
     if not is_believed(kv):
         return tuple(grid)
-    return with_own(grid, [schedule.at(start) for start in schedule.starts if start < longest])
+    most = max(grid[-1], min(config.largest or 0, top))
+    return with_own(grid, [own for start in schedule.starts if start < longest and (own := schedule.at(start)) <= most])
 
 
 def with_own(grid: list[int], budgets: list[int]) -> tuple[int, ...]:
     """The grid with these budgets in it, each in the place of one that is nearly as large."""
-    own = {budget for budget in budgets if budget < grid[-1]}
+    own = set(budgets)
     kept, step = set(grid) - own, math.log(grid[-1] / grid[0]) / (len(grid) - 1)
     for budget in sorted(own - set(grid)):
         apart = {other: abs(math.log(other / budget)) for other in kept if other != grid[-1]}
