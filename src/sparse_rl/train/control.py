@@ -95,6 +95,11 @@ class ControlConfig:
         """The share of tokens that may be bad."""
         return self.quantile if self.statistic == "tail" else self.hazard
 
+    @property
+    def asked(self) -> list[Any]:
+        """What budgets pass or fail by."""
+        return ["hazard", self.hazard] if self.statistic == "hazard" else ["tail", self.target, self.quantile]
+
     def bad(self, tail: BinTail) -> tuple[float, ...]:
         """How many tokens of each rollout are."""
         return tail.under if self.statistic == "tail" else tail.hazard
@@ -198,17 +203,22 @@ class Controller:
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint."""
-        return {"grid": list(self.grid), "bin": self.config.bin, "bins": [asdict(state) for state in self.bins]}
+        bins = [asdict(state) for state in self.bins]
+        return {"grid": list(self.grid), "bin": self.config.bin, "bins": bins, "asked": self.config.asked}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on as before; where the grid or the bins are now others, from the budgets of then."""
+        """Go on as before; where the grid, the bins or what is asked for are now others, from the budgets of then."""
         if not state:
             return
         grid, width, bins = state["grid"], state["bin"], [BinState(**each) for each in state["bins"]]
-        if (grid, width, len(bins)) == (list(self.grid), self.config.bin, len(self.bins)):
+        asked = state.get("asked", self.config.asked)
+        then, now = (grid, width, len(bins), asked), (list(self.grid), self.config.bin, len(self.bins), self.config.asked)
+        if then == now:
             self.bins = bins
             return
-        logger.warning("control.auto has other budgets or bins than in the checkpoint: it searches from where it was.")
+        logger.warning(
+            "control.auto has other budgets, bins or targets than in the checkpoint: it searches from where it was."
+        )
         at = [min(i * self.config.bin // width, len(bins) - 1) for i in range(len(self.bins))]
         self.bins = [BinState(level=self._level(grid[bins[i].level])) for i in at]
 
