@@ -256,6 +256,14 @@ def test_cost_command():
     assert code == 0, err
     found = json.loads(out)
     assert found["eflops"]["printed"] == pytest.approx(4.8, rel=0.02) and list(found["pages"]) == ["16", "64"]
+    assert found["eflops"]["corrected"] > found["eflops"]["printed"] > found["eflops"]["with dense layers"]
+    code, out, err = run("calibrate", "cost", "--fixed-ms", "5", "--page", "64", "--contexts", "8192", "--json")
+    assert code == 0, err
+    slower = json.loads(out)
+    assert slower["steps"][0]["dense_ms"] == pytest.approx(found["steps"][0]["dense_ms"] + 5) and len(slower["steps"]) == 1
+    landmarks = 26 / 28 * 16 * 8192 * 28 * 8 * 128 * 2 * (1 / 16 - 1 / 64) / found["machine"]["bandwidth"]
+    saved = found["steps"][0]["sparse_ms"] + 5 - slower["steps"][0]["sparse_ms"]
+    assert saved == pytest.approx(1e3 * landmarks), "a quarter of the landmarks"
     for flag, value, said in (
         ("--bandwidth", ".nan", "--bandwidth is nan; it must be above 0 and finite"),
         ("--flops", "0", "--flops is 0.0"),
