@@ -85,7 +85,8 @@ def test_another_target_needs_no_new_runs_of_budgets(small, tmp_path):
 
 def test_the_grid_ends_at_the_longest_context_that_was_sampled(small, tmp_path):
     config = CalibrationConfig(num_budgets=2, page=8, bin=12, min_tokens=20, bootstrap=0, verify=0)
-    asked = replace(small, sampling=replace(small.sampling, n=8, max_tokens=60, stop_ids=tuple(range(0, 35, 2))), config=config)
+    sampling = replace(small.sampling, n=8, max_tokens=60, stop_ids=tuple(range(0, 35, 2)))
+    asked = replace(small, sampling=sampling, config=config)
     found = calibrate(asked, tmp_path)
     tokens = Tokens.load(tmp_path / "runs" / "full.npz")
     longest = int(tokens.contexts.max()) + 1
@@ -260,7 +261,7 @@ def test_cost_command():
     code, out, err = run("calibrate", "cost", "--fixed-ms", "5", "--page", "64", "--contexts", "8192", "--json")
     assert code == 0, err
     slower = json.loads(out)
-    assert slower["steps"][0]["dense_ms"] == pytest.approx(found["steps"][0]["dense_ms"] + 5) and len(slower["steps"]) == 1
+    assert slower["steps"][0]["dense_ms"] == pytest.approx(found["steps"][0]["dense_ms"] + 5)
     landmarks = 26 / 28 * 16 * 8192 * 28 * 8 * 128 * 2 * (1 / 16 - 1 / 64) / found["machine"]["bandwidth"]
     saved = found["steps"][0]["sparse_ms"] + 5 - slower["steps"][0]["sparse_ms"]
     assert saved == pytest.approx(1e3 * landmarks), "a quarter of the landmarks"

@@ -262,7 +262,7 @@ def test_a_state_of_older_checkpoints_is_taken_up():
 
 
 def test_a_rollout_that_was_scored_for_others_counts_for_them():
-    """Of three rollouts one was not scored, and the last, all of it bad, stands for three; the prompts have 2 tokens."""
+    """Of three rollouts one was not scored, and the last, all of it bad, stands for three; prompts have 2 tokens."""
     made = SimpleNamespace(
         prompt=Prompt(ids=(1, 2)),
         token_ids=torch.zeros(40),

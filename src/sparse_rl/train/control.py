@@ -211,9 +211,8 @@ class Controller:
         if not state:
             return
         grid, width, bins = state["grid"], state["bin"], [BinState(**each) for each in state["bins"]]
-        asked = state.get("asked", self.config.asked)
-        then, now = (grid, width, len(bins), asked), (list(self.grid), self.config.bin, len(self.bins), self.config.asked)
-        if then == now:
+        same = (grid, width, len(bins)) == (list(self.grid), self.config.bin, len(self.bins))
+        if same and state.get("asked", self.config.asked) == self.config.asked:
             self.bins = bins
             return
         logger.warning(
