@@ -48,7 +48,7 @@ def test_with_noise_it_is_within_a_grid_step_and_stays(start):
         plant = Plant(right, slope=random.uniform(1.0, 4.0), tokens=random.choice([500, 5000, 50000]), spread=1000)
         history = plant.run(controller(GRID[start], bins=5), 90)
         late += [abs(got - want) for levels in history[29:] for got, want in zip(levels, right, strict=True)]
-    assert sum(distance <= 1 for distance in late) > 0.98 * len(late)
+    assert sum(distance <= 1 for distance in late) > 0.96 * len(late), "about one model in 250 ends further off"
     assert sum(distance == 0 for distance in late) > 0.6 * len(late)
 
 
