@@ -75,7 +75,7 @@ def test_a_budget_that_moves_is_planned_at_its_largest():
     settings = {remedy["setting"] for remedy in auto["remedies"]}
     assert "control.largest 2040" in settings and not any("kv.budget" in each for each in settings)
     _, given = plan(*base, "--kv.budget", "auto", "--control.largest", "2040")
-    assert "up to 2048 + 128 entries a row" in given["formulas"]["KV pool"]
+    assert "up to 2032 + 128 entries a row" in given["formulas"]["KV pool"]
     code, _, err = run("plan", *base, "--kv.budget", "auto", "--control.smallest", "8192")
     assert code == 2 and "control.auto has no budget to choose from" in err and "Lower control.smallest" in err
 

@@ -13,6 +13,7 @@ from commands import run
 
 from sparse_rl.calibrate import Calibration, CalibrationConfig, CalibrationObserver, calibrate
 from sparse_rl.calibrate.analysis import doubts, tail_row
+from sparse_rl.calibrate.tokens import Tokens
 from sparse_rl.evaluate.plan import parse_cache
 from sparse_rl.kv import RKV
 from sparse_rl.kv.schedule import load as load_schedule
@@ -82,6 +83,16 @@ def test_another_target_needs_no_new_runs_of_budgets(small, tmp_path):
     relative = replace(config, relative=True, target=0.9)
     third = calibrate(replace(small, config=relative), tmp_path, resume=True)
     assert third["targets"] == pytest.approx([0.9 * floor for floor in tail_row(third["floor"], relative)])
+
+
+def test_the_grid_ends_at_the_longest_context_that_was_sampled(small, tmp_path):
+    config = CalibrationConfig(num_budgets=2, page=8, bin=12, min_tokens=20, bootstrap=0, verify=0)
+    sampling = replace(small.sampling, n=8, max_tokens=60, stop_ids=tuple(range(0, 35, 2)))
+    asked = replace(small, sampling=sampling, config=config)
+    found = calibrate(asked, tmp_path)
+    tokens = Tokens.load(tmp_path / "runs" / "full.npz")
+    longest = int(tokens.contexts.max()) + 1
+    assert longest < max(asked.budgets()) - 8 and longest <= found["budgets"][-1] < longest + 8
 
 
 def test_who_wants_to_be_sure_asks_it_of_the_intervals_lower_end(small, tmp_path):
@@ -169,6 +180,10 @@ def test_settings_that_cannot_be():
         ({"lowest": 9, "highest": 8}, "lowest is 9, above highest"),
         ({"min_tokens": 3}, "min_tokens is 3; it must be at least 20"),
         ({"entropy": math.inf}, "entropy is inf"),
+        ({"entropy": float("nan")}, "entropy is nan"),
+        ({"num_budgets": 10**9}, "num_budgets is 1000000000; it must be at most 1000"),
+        ({"bootstrap": 10**9}, "bootstrap is 1000000000; it must be at most 10000"),
+        ({"bin": 10**30}, "bin is 10+; it must be at most 16777216"),
     ):
         with pytest.raises(ValueError, match=said):
             CalibrationConfig(**settings)
@@ -249,6 +264,25 @@ def test_cost_command():
     assert code == 0, err
     found = json.loads(out)
     assert found["eflops"]["printed"] == pytest.approx(4.8, rel=0.02) and list(found["pages"]) == ["16", "64"]
+    assert found["eflops"]["corrected"] > found["eflops"]["printed"] > found["eflops"]["with dense layers"]
+    code, out, err = run("calibrate", "cost", "--fixed-ms", "5", "--page", "64", "--contexts", "8192", "--json")
+    assert code == 0, err
+    slower = json.loads(out)
+    assert slower["steps"][0]["dense_ms"] == pytest.approx(found["steps"][0]["dense_ms"] + 5)
+    landmarks = 26 / 28 * 16 * 8192 * 28 * 8 * 128 * 2 * (1 / 16 - 1 / 64) / found["machine"]["bandwidth"]
+    saved = found["steps"][0]["sparse_ms"] + 5 - slower["steps"][0]["sparse_ms"]
+    assert saved == pytest.approx(1e3 * landmarks), "a quarter of the landmarks"
+    for flag, value, said in (
+        ("--bandwidth", ".nan", "--bandwidth is nan; it must be above 0 and finite"),
+        ("--flops", "0", "--flops is 0.0"),
+        ("--fixed-ms", ".inf", "--fixed-ms is inf"),
+        ("--output", "100000000000", "--output is 100000000000; it must be from 1 to 16777216"),
+        ("--pages", "0", "--pages has 0 among them"),
+        ("--contexts", str(10**29), "among them; they must be from 1 to 16777216"),
+        ("--budget", "²", "kv.budget is '²', which is neither a whole number"),
+    ):
+        code, _, err = run("calibrate", "cost", flag, value)
+        assert code == 2 and said in err, err
     code, _, err = run("calibrate", "cost", "--measure")
     assert code == 2 and "--kv names none" in err
     code, _, err = run("calibrate", "cost", "--result", "cost.json")

@@ -104,6 +104,12 @@ def test_how_policies_read():
     width = 28 * 8 * 128 * 2
     saved = 16 * 26 / 28 * (2 * width * (1088 - 256) - width * 1088 / 16) / machine.bandwidth
     assert times[1] - times[0] == pytest.approx(saved)
+    # A budget of 4 within 5 that are left of contexts 3, 4, 5, 6: it reads 3, 4, 4, 4 and scores 17 of 18.
+    alone = Reading(schedule=constant(4), page=2, dense_layers=0)
+    counted = {"n": 2, "prompt": 3, "output": 4}
+    few, all_of_it = (sparse_eflops(SMALL, each, **counted) for each in (replace(alone, left=constant(5)), alone))
+    scored = all_of_it - sparse_eflops(SMALL, replace(alone, landmarks=0), **counted)
+    assert all_of_it - few == pytest.approx(scored / 18)
     with pytest.raises(ValueError, match="'full' reads everything"):
         Reading.of(Full(), 64)
 

@@ -8,8 +8,9 @@ from itertools import combinations_with_replacement, pairwise
 import numpy as np
 import pytest
 
+from sparse_rl.calibrate import CalibrationConfig
 from sparse_rl.calibrate.search import budget_grid, cheapest, lowered, pool_bins, raised, with_budget
-from sparse_rl.kv import RKV, Full, Streaming
+from sparse_rl.kv import RKV, Full, PagesMean, Streaming
 
 
 def grid(policy=None, longest=37_000, count=18, page=16, **more):
@@ -23,6 +24,7 @@ def test_the_grid_is_geometric_and_of_whole_pages():
     factors = [after / before for before, after in pairwise(budgets)]
     assert max(factors) < 1.05 * min(factors)
     assert grid(lowest=512, highest=16_384)[0] == 512 and grid(lowest=512, highest=16_384)[-1] == 16_384
+    assert grid(highest=1000)[-1] == 992, "whole pages within what was asked for"
     assert grid(highest=50_000)[-1] < 37_016, "a budget above the longest context is the dense cache again"
 
 
@@ -33,6 +35,10 @@ def test_the_grid_begins_where_the_policy_can():
         grid(RKV(window=100), longest=32)
     with pytest.raises(ValueError, match="lowest is 512, above the longest context, 200; give a smaller --lowest"):
         grid(lowest=512, longest=200)
+    with pytest.raises(ValueError, match="no multiple of 16 from 17 to 31; give a smaller --page"):
+        grid(lowest=17, highest=31, longest=200)
+    with pytest.raises(ValueError, match="no multiple of 16 from 1 to 15"):
+        grid(highest=15, longest=200)
     assert grid(highest=64) == [64], "below a 64th of the longest context there is nothing but the largest"
     with pytest.raises(ValueError, match="'full' has no budget"):
         with_budget(Full(), 8)
@@ -41,6 +47,12 @@ def test_the_grid_begins_where_the_policy_can():
 def test_coarse_pages_leave_fewer_budgets():
     budgets = grid(longest=64, page=16)
     assert budgets == [16, 32, 48, 64]
+
+
+def test_a_policy_that_reads_pages_has_budgets_of_the_engines_pages():
+    budgets = CalibrationConfig(page=8).grid(PagesMean(), 4096, page_size=32)
+    assert len(budgets) > 10 and all(budget % 32 == 0 for budget in budgets)
+    assert any(budget % 32 for budget in CalibrationConfig(page=8).grid(RKV(), 4096, page_size=32))
 
 
 def test_bins_are_pooled_until_they_have_enough(seed):
@@ -73,6 +85,11 @@ def test_no_schedule_that_holds_the_targets_is_cheaper(trial, seed):
         assert all(mine <= other for schedule in holding for mine, other in zip(own, schedule, strict=True))
     else:
         assert not all(found.met)
+
+
+def test_a_tail_at_the_target_meets_it():
+    found = cheapest(np.array([[0.85], [0.86], [0.9]]), [16, 32, 64], [0], [0.86])
+    assert found.schedule.budgets == (32,) and found.met == (True,)
 
 
 def test_bins_without_an_answer():

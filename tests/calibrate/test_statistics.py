@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -103,6 +104,17 @@ def test_what_is_met_goes_with_the_budget_and_bins_without_tokens_are_named():
     assert met(Schedule((0,), (16,)), results, config) == [False, False]
     (note,) = results["notes"]
     assert note.startswith("no budget has enough tokens in the contexts 30-60, which keep the budget before them")
+
+
+def test_the_tail_of_decision_tokens_decides_where_it_is_asked_for():
+    config = CalibrationConfig(bin=50, min_tokens=20, overlap="lower", tail="mean", target=0.6, bootstrap=0)
+    entropy = [1.0] * 20 + [0.0] * 20
+    runs = {16: tokens([40], [0.5] * 20 + [0.9] * 20, entropy=entropy), 32: tokens([40], entropy=entropy)}
+    budgets = [
+        analyse(runs[32], [16, 32], runs.__getitem__, each)["schedule"]["budgets"]
+        for each in (config, replace(config, tokens="decision"))
+    ]
+    assert budgets == [(16,), (32,)], "a mean of 0.7 over all tokens, of 0.5 over those that decide"
 
 
 def test_intervals_are_those_of_resampled_rollouts(seed):

@@ -72,6 +72,7 @@ def test_against_brute_force(loaded, prompts, monkeypatch):
         want["top20"].append(sum(min(float(p[v]), float(q[v])) for v in both))
         want["entropy"].append(float(-(p * p.log()).sum()))
         want["log_xi"].append(float((p[token] / q[token]).log()))
+    assert bracketed.rollouts.tolist() == exact.rollouts.tolist(), "numbered on from block to block"
     overlap = np.array(want["overlap"])
     assert overlap.min() < 0.9 < overlap.max(), "something to measure"
     for name in ("lower", "upper"):
@@ -98,6 +99,9 @@ def test_where_tokens_stand(loaded, prompts, tmp_path):
     assert (again.num_rollouts, again.full) == (6, found.full)
     (tmp_path / "run.npz").write_bytes((tmp_path / "run.npz").read_bytes()[:500])
     assert Tokens.load(tmp_path / "run.npz") is None and Tokens.load(tmp_path / "none.npz") is None
+    with open(tmp_path / "run.npz", "wb") as file:
+        np.save(file, found.top20)  # one array is no archive
+    assert Tokens.load(tmp_path / "run.npz") is None
 
 
 def test_the_dense_cache_is_the_floor(loaded, prompts):

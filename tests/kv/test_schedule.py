@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from dataclasses import asdict, replace
 
 import pytest
@@ -14,7 +16,7 @@ from schedules import named, names
 
 from sparse_rl.bench.work import steps_to_fill
 from sparse_rl.kv import RKV, Streaming, build_policy, policy_record
-from sparse_rl.kv.schedule import Schedule, load, published, save
+from sparse_rl.kv.schedule import Schedule, constant, load, published, save
 from sparse_rl.rollout.scheduler import entries_reached
 from sparse_rl.rollout.sequence import Sequence
 
@@ -95,6 +97,17 @@ def test_a_schedule_found_with_other_settings_is_said(tmp_path, caplog):
     assert "schedule.json was found with policy rkv (here snapkv), interval 8 (here 16), lam 0.1 (here None)" in (
         record.getMessage()
     )
+
+
+def test_a_file_that_cannot_be_written_whole_leaves_the_one_before(tmp_path, monkeypatch):
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    save(constant(64), tmp_path / "s.json")
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        save(constant(32), tmp_path / "s.json")
+    assert load(str(tmp_path / "s.json")) == constant(64)
 
 
 def test_files_are_written_and_read(tmp_path):

@@ -17,7 +17,8 @@ def test_tails_by_hand():
     """Contexts 0-9 and 10-19; of 20 tokens each, the lowest is the 5th percentile."""
     overlap = torch.cat([torch.linspace(0.5, 1.0, 20), torch.full((20,), 0.9)])
     log_xi = torch.zeros(40)
-    log_xi[0] = log_xi[1] = math.log(5e-5)
+    log_xi[0] = log_xi[1] = math.log(9e-5)
+    log_xi[2] = math.log(1.1e-4)
     contexts = torch.arange(10).repeat(4).sort().values.repeat(1) % 10 + torch.tensor([0] * 20 + [10] * 20)
     rows = torch.tensor([7] * 15 + [9] * 5 + [9] * 20)
     one, two = tails(overlap, log_xi, contexts, rows, torch.ones(40), width=10, target=0.86, quantile=0.05)

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from itertools import accumulate, pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
-from control_plant import FINE, GRID, Plant, controller, grid_of, tail
+from control_plant import CONFIG, FINE, GRID, Plant, controller, grid_of, tail
 from small_run import small_trainer, without_times
 
 from sparse_rl.evaluate import EvalConfig
@@ -23,6 +25,8 @@ from sparse_rl.rollout import EngineConfig, Sampling
 from sparse_rl.tasks import Chain
 from sparse_rl.train import OptimizerConfig, UpdateConfig
 from sparse_rl.train.control import ControlConfig, Controller, measure
+from sparse_rl.train.update import Updated
+from sparse_rl.types import Prompt
 
 
 @pytest.mark.parametrize("start", range(18))
@@ -44,7 +48,7 @@ def test_with_noise_it_is_within_a_grid_step_and_stays(start):
         plant = Plant(right, slope=random.uniform(1.0, 4.0), tokens=random.choice([500, 5000, 50000]), spread=1000)
         history = plant.run(controller(GRID[start], bins=5), 90)
         late += [abs(got - want) for levels in history[29:] for got, want in zip(levels, right, strict=True)]
-    assert sum(distance <= 1 for distance in late) > 0.98 * len(late)
+    assert sum(distance <= 1 for distance in late) > 0.96 * len(late), "about one model in 250 ends further off"
     assert sum(distance == 0 for distance in late) > 0.6 * len(late)
 
 
@@ -234,13 +238,50 @@ def test_with_another_grid_it_goes_on_from_its_budgets(caplog):
     assert after.schedule == has
 
 
-def test_a_state_without_squares_is_taken_up():
-    """As checkpoints had it when tokens were counted as independent."""
+@pytest.mark.parametrize("changed", [{"target": 0.5}, {"quantile": 0.1}, {"statistic": "hazard"}])
+def test_with_another_target_it_searches_anew_from_its_budgets(changed, caplog):
+    """What passed and failed was measured against the one before."""
+    before = controller(GRID[2])
+    Plant([9]).run(before, 60)
+    after = controller(config=replace(CONFIG, **changed))
+    after.restore(json.loads(json.dumps(before.state())))
+    assert after.levels == [9] and "searches from where it was" in caplog.text
+    for _ in range(30):
+        level = after.levels[0]
+        after.observe([tail(0.0 if level >= 3 else 0.4, hazard=0.0 if level >= 3 else 0.1, tokens=400_000.0)])
+    assert after.levels == [3]
+
+
+def test_a_state_of_older_checkpoints_is_taken_up():
+    """When tokens were counted as independent, and nobody asked what had been asked for."""
     state = controller(GRID[9]).state()
-    del state["bins"][0]["squares"]
+    del state["bins"][0]["squares"], state["asked"]
     control = controller(GRID[2])
     control.restore(state)
     assert control.levels == [9]
+
+
+def test_a_rollout_that_was_scored_for_others_counts_for_them():
+    """Of three rollouts one was not scored, and the last, all of it bad, stands for three; prompts have 2 tokens."""
+    made = SimpleNamespace(
+        prompt=Prompt(ids=(1, 2)),
+        token_ids=torch.zeros(40),
+        sampler_logprobs=torch.zeros(40),
+        completion_mask=torch.ones(40, dtype=torch.bool),
+    )
+    overlap = [torch.full((40,), value) for value in (1.0, torch.nan, 0.5)]
+    updated = Updated(
+        metrics={},
+        dense_logprobs=tuple(each.log() for each in overlap),
+        overlap=tuple(overlap),
+        row_weights=torch.tensor([1.0, 0.0, 3.0]),
+        accepted=torch.ones(3, dtype=torch.bool),
+    )
+    one, two = measure([made] * 3, updated, ControlConfig(bin=22))
+    for found in (one, two):
+        assert len(found.tokens) == 2 and found.share(found.under) == pytest.approx(3 / 4) and found.quantile == 0.5
+        assert sum(found.tokens) == pytest.approx(20 * 4**2 / (1 + 3**2))  # (sum w)^2 / sum w^2
+    assert (one.start, two.start) == (0, 22)
 
 
 def test_few_tokens_a_step_are_judged_in_the_end():

@@ -33,6 +33,9 @@ def test_the_grid_ends_where_nothing_is_dropped():
     assert grid_of(kv=RKV(interval=128), prompt=200, longest=220)[-1] == 200  # a prompt beyond the budget is cut
     assert grid_of(kv=PagesMean(), longest=4096, page_size=16)[-1] == 4096
     assert grid_of(ControlConfig(largest=128), kv, longest=4096)[-1] == 128
+    assert grid_of(ControlConfig(largest=100), kv, longest=4096)[-1] == 96, "it bounds the memory"
+    own = RKV(budget="24@0+100@200", interval=8, window=8)
+    assert grid_of(ControlConfig(largest=100), own, longest=4096)[-1] == 100, "a schedule's own budgets are kept"
 
 
 def test_the_grid_begins_with_what_the_policy_and_the_pages_allow():
@@ -61,6 +64,8 @@ def test_a_schedule_beyond_what_contexts_need_is_no_error():
         (lambda: ControlConfig(target=1.2), "control.target is 1.2"),
         (lambda: ControlConfig(statistic="mean"), "control.statistic is 'mean'; choose one of tail, hazard"),
         (lambda: ControlConfig(bin=0), "control.bin is 0"),
+        (lambda: ControlConfig(bin=10**30), "control.bin is 10+; it must be at most 16777216"),
+        (lambda: ControlConfig(budgets=10**9), "control.budgets is 1000000000; it must be from 2 to 1000"),
         (lambda: ControlConfig(auto=True, every=0), "control.every is 0"),
         (lambda: ControlConfig(smallest=64, largest=32), "control.largest is 32"),
         (lambda: ControlConfig(smallest=0), "control.smallest is 0"),

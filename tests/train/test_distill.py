@@ -236,13 +236,23 @@ def test_steps_on_the_same_rollouts_bring_sampler_and_dense_model_together(kl, k
 
 
 def test_the_policy_loss_of_tokens_just_sampled_is_minus_their_advantage(tmp_path):
-    config = DistillConfig(r=2, pg_weight=0.5, kl_weight=0.0, kl="forward")
+    config = DistillConfig(r=2, lr=0.0, pg_weight=0.5, kl_weight=0.0, kl="forward")
     trainer = small_trainer(tmp_path / "run", parts=PARTS | {"distill": config})
     rollouts, advantages = trainer._roll_out(), torch.randn(8)
     updated = trainer._learn(rollouts, torch.zeros(8))  # which moves nothing
     lengths = torch.tensor([float(rollout.completion_mask.sum()) for rollout in rollouts])
-    expected = -0.5 * (lengths * advantages).sum() / lengths.sum()
-    assert trainer._distill(rollouts, advantages, updated)["distill/loss"] == pytest.approx(float(expected), abs=1e-4)
+    for unscored in (0, 3):  # the first rollouts, of which the dense model said nothing, do not count
+        dense = [torch.full_like(each, torch.nan) for each in updated.dense_logprobs[:unscored]]
+        known = replace(updated, dense_logprobs=(*dense, *updated.dense_logprobs[unscored:]))
+        expected = -0.5 * (lengths * advantages)[unscored:].sum() / lengths[unscored:].sum()
+        found = trainer._distill(rollouts, advantages, known)
+        assert found["distill/loss"] == pytest.approx(float(expected), abs=1e-4)
+    truncated = torch.tensor([rollout.finish_reason == "length" for rollout in rollouts])
+    assert truncated.any()
+    trainer.loss_config = replace(trainer.loss_config, mask_truncated_completions=True)
+    expected = -0.5 * (lengths * advantages)[~truncated].sum() / lengths.sum()
+    found = trainer._distill(rollouts, advantages, updated)
+    assert found["distill/loss"] == pytest.approx(float(expected), abs=1e-4)
 
 
 def test_adapters_of_the_policy_are_another_matter(tmp_path):

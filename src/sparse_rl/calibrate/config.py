@@ -7,9 +7,10 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from sparse_rl.calibrate.search import budget_grid, check_policy, possible, with_budget
+from sparse_rl.calibrate.search import MOST_BUDGETS, budget_grid, check_policy, possible, with_budget
 from sparse_rl.calibrate.statistics import GROUPS, SCALES, TAILS
-from sparse_rl.kv import KVPolicy
+from sparse_rl.kv import KVPolicy, SelectPolicy
+from sparse_rl.kv.schedule import MOST
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +21,7 @@ class CalibrationConfig:
     num_budgets: how many, each the same factor above the one before; fewer where pages are too coarse
     lowest: smallest budget to try; a 64th of the longest context if not given, or what the policy can do
     highest: largest budget to try; the longest context that the dense cache came to, if not given
-    page: budgets are multiples of this many entries
+    page: budgets are multiples of this many entries, and of pages that are read whole
     target: overlap that the tail must reach; 0.86 is Sparrow's, on the scale top20
     relative: the target is a share of the dense cache's own tail instead; Sparrow's 0.86 is 0.915 of its floor
     overlap: top20 (over tokens in both top 20, Sparrow's) or lower (over the sampler's best ids, exact up to 4096)
@@ -52,16 +53,18 @@ class CalibrationConfig:
     verify: int = 16
 
     def __post_init__(self) -> None:
-        for name, least in (
-            ("num_budgets", 1),
-            ("page", 1),
-            ("bin", 1),
-            ("min_tokens", 20),
-            ("bootstrap", 0),
-            ("verify", 0),
+        for name, least, most in (
+            ("num_budgets", 1, MOST_BUDGETS),
+            ("page", 1, MOST),
+            ("bin", 1, MOST),
+            ("min_tokens", 20, math.inf),
+            ("bootstrap", 0, 10_000),
+            ("verify", 0, math.inf),
         ):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least {least}.")
+            if getattr(self, name) > most:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at most {most}.")
         for name in ("lowest", "highest"):
             given = getattr(self, name)
             if given is not None and given < 1:
@@ -72,8 +75,8 @@ class CalibrationConfig:
             raise ValueError(f"target is {self.target}; it must lie between 0 and 1, as 0.86 does.")
         if self.sure and not self.bootstrap:
             raise ValueError("sure needs the intervals that bootstrap 0 leaves out; give bootstrap 200.")
-        if not 0.0 <= self.entropy < math.inf:
-            raise ValueError(f"entropy is {self.entropy}; it must be at least 0, and finite.")
+        if not 0 <= self.entropy < math.inf:
+            raise ValueError(f"entropy is {self.entropy}; it must be at least 0 and finite.")
         for name, choices in (("overlap", SCALES), ("tail", tuple(TAILS)), ("tokens", GROUPS)):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; choose one of {', '.join(choices)}.")
@@ -93,7 +96,7 @@ class CalibrationConfig:
             policy,
             longest,
             count=self.num_budgets,
-            page=self.page,
+            page=math.lcm(self.page, page_size) if isinstance(policy, SelectPolicy) else self.page,
             page_size=page_size,
             lowest=self.lowest,
             highest=self.highest,

@@ -13,6 +13,7 @@ import numpy as np
 from sparse_rl.kv import KVPolicy
 from sparse_rl.kv.schedule import Schedule
 
+MOST_BUDGETS = 1000  # of a grid
 SPAN = 64  # the longest context over the smallest budget that is tried by itself
 
 
@@ -28,12 +29,14 @@ def budget_grid(
 ) -> list[int]:
     """About `count` budgets from the smallest the policy can do to the longest context, multiples of `page`.
 
-    They are geometric; where pages are too coarse for that many, there are fewer.
+    They are geometric; where pages are too coarse for that many, there are fewer. None is above `highest`.
     """
-    top = page * max(1, -(-(min(highest, longest) if highest else longest) // page))
+    top = highest // page * page if highest and highest < longest else page * -(-longest // page)
     bottom = page * max(1, -(-(lowest or min(top, longest // SPAN)) // page))
-    if bottom > top:
+    if lowest and lowest > longest:
         raise ValueError(f"lowest is {lowest}, above the longest context, {longest}; give a smaller --lowest.")
+    if bottom > top:
+        raise ValueError(f"there is no multiple of {page} from {lowest or 1} to {highest}; give a smaller --page.")
     while bottom < top and not possible(policy, bottom, page_size):
         bottom += page
     if not possible(policy, top, page_size):

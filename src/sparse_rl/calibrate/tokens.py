@@ -61,7 +61,7 @@ class Tokens:
         try:
             with np.load(path) as found:
                 values: dict[str, Any] = {field.name: found[field.name] for field in fields(cls)}
-        except (FileNotFoundError, BadZipFile, KeyError, ValueError, EOFError):
+        except (FileNotFoundError, BadZipFile, KeyError, ValueError, EOFError, TypeError):  # the last: one array
             return None
         scalars = {name: value.item() for name, value in values.items() if value.ndim == 0}
         return cls(**{**values, **scalars})

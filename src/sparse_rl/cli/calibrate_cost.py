@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -87,17 +88,20 @@ def _parser() -> ArgumentParser:
 
 
 def _check(settings: Namespace) -> None:
+    from sparse_rl.kv.schedule import MOST
+
     for name in ("rows", "n", "prompt", "output", "page"):
-        if settings[name] < 1:
-            raise ValueError(f"--{name} is {settings[name]}; it must be at least 1.")
+        if not 1 <= settings[name] <= MOST:
+            raise ValueError(f"--{name} is {settings[name]}; it must be from 1 to {MOST}.")
     for name in ("pages", "contexts"):
-        if any(each < 1 for each in settings[name]):
-            raise ValueError(f"--{name} has {min(settings[name])} among them; they must be at least 1.")
+        for each in settings[name]:
+            if not 1 <= each <= MOST:
+                raise ValueError(f"--{name} has {each} among them; they must be from 1 to {MOST}.")
     for name in ("bandwidth", "flops"):
-        if settings[name] is not None and settings[name] <= 0:
-            raise ValueError(f"--{name} is {settings[name]}; it must be above 0.")
-    if settings.fixed_ms < 0:
-        raise ValueError(f"--fixed-ms is {settings.fixed_ms}; it must be at least 0.")
+        if settings[name] is not None and not 0 < settings[name] < math.inf:
+            raise ValueError(f"--{name} is {settings[name]}; it must be above 0 and finite.")
+    if not 0 <= settings.fixed_ms < math.inf:
+        raise ValueError(f"--fixed-ms is {settings.fixed_ms}; it must be at least 0 and finite.")
     if settings.measure and settings.kv is None:
         raise ValueError("--measure runs a policy, and --kv names none; give one, such as --kv rkv:1024.")
     if settings.result is not None and not settings.measure:
@@ -107,7 +111,7 @@ def _check(settings: Namespace) -> None:
 
 
 def _budget(text: str) -> int | str:
-    return int(text) if text.isdigit() else text
+    return int(text) if text.isdecimal() else text
 
 
 def shape_model(name: str, itemsize: int) -> Model:

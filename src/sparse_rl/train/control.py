@@ -25,9 +25,9 @@ from typing import Any, Literal
 
 import torch
 
-from sparse_rl.calibrate.search import SPAN, budget_grid, with_budget
+from sparse_rl.calibrate.search import MOST_BUDGETS, SPAN, budget_grid, with_budget
 from sparse_rl.kv import EvictPolicy, KVPolicy, SelectPolicy
-from sparse_rl.kv.schedule import Schedule
+from sparse_rl.kv.schedule import MOST, Schedule
 from sparse_rl.objective.tail import BinTail, tails
 from sparse_rl.specs import check_choices
 from sparse_rl.train.control_bin import BinState
@@ -79,10 +79,12 @@ class ControlConfig:
             value = getattr(self, field)
             if value is not None and value < 1:
                 raise ValueError(f"control.{field} is {value}; it must be at least 1.")
+            if value is not None and value > MOST:
+                raise ValueError(f"control.{field} is {value}; it must be at most {MOST}.")
         if self.every < 0 or (self.auto and not self.every):
             raise ValueError(f"control.every is {self.every}; it must be at least 0, and with control.auto at least 1.")
-        if self.budgets < 2:
-            raise ValueError(f"control.budgets is {self.budgets}; it must be at least 2.")
+        if not 2 <= self.budgets <= MOST_BUDGETS:
+            raise ValueError(f"control.budgets is {self.budgets}; it must be from 2 to {MOST_BUDGETS}.")
         if self.smallest is not None and self.largest is not None and self.largest <= self.smallest:
             raise ValueError(
                 f"control.largest is {self.largest} and control.smallest {self.smallest}; it must be larger than that."
@@ -92,6 +94,11 @@ class ControlConfig:
     def limit(self) -> float:
         """The share of tokens that may be bad."""
         return self.quantile if self.statistic == "tail" else self.hazard
+
+    @property
+    def asked(self) -> list[Any]:
+        """What budgets pass or fail by."""
+        return ["hazard", self.hazard] if self.statistic == "hazard" else ["tail", self.target, self.quantile]
 
     def bad(self, tail: BinTail) -> tuple[float, ...]:
         """How many tokens of each rollout are."""
@@ -196,17 +203,21 @@ class Controller:
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint."""
-        return {"grid": list(self.grid), "bin": self.config.bin, "bins": [asdict(state) for state in self.bins]}
+        bins = [asdict(state) for state in self.bins]
+        return {"grid": list(self.grid), "bin": self.config.bin, "bins": bins, "asked": self.config.asked}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on as before; where the grid or the bins are now others, from the budgets of then."""
+        """Go on as before; where the grid, the bins or what is asked for are now others, from the budgets of then."""
         if not state:
             return
         grid, width, bins = state["grid"], state["bin"], [BinState(**each) for each in state["bins"]]
-        if (grid, width, len(bins)) == (list(self.grid), self.config.bin, len(self.bins)):
+        same = (grid, width, len(bins)) == (list(self.grid), self.config.bin, len(self.bins))
+        if same and state.get("asked", self.config.asked) == self.config.asked:
             self.bins = bins
             return
-        logger.warning("control.auto has other budgets or bins than in the checkpoint: it searches from where it was.")
+        logger.warning(
+            "control.auto has other budgets, bins or targets than in the checkpoint: it searches from where it was."
+        )
         at = [min(i * self.config.bin // width, len(bins) - 1) for i in range(len(self.bins))]
         self.bins = [BinState(level=self._level(grid[bins[i].level])) for i in at]
 
@@ -244,12 +255,13 @@ def control_grid(config: ControlConfig, kv: KVPolicy, *, prompt: int, longest: i
         )
     if not is_believed(kv):
         return tuple(grid)
-    return with_own(grid, [schedule.at(start) for start in schedule.starts if start < longest])
+    most = max(grid[-1], min(config.largest or 0, top))
+    return with_own(grid, [own for start in schedule.starts if start < longest and (own := schedule.at(start)) <= most])
 
 
 def with_own(grid: list[int], budgets: list[int]) -> tuple[int, ...]:
     """The grid with these budgets in it, each in the place of one that is nearly as large."""
-    own = {budget for budget in budgets if budget < grid[-1]}
+    own = set(budgets)
     kept, step = set(grid) - own, math.log(grid[-1] / grid[0]) / (len(grid) - 1)
     for budget in sorted(own - set(grid)):
         apart = {other: abs(math.log(other / budget)) for other in kept if other != grid[-1]}
