@@ -78,6 +78,14 @@ def test_compare_shows_both_and_the_overlap_of_every_token(tmp_path):
     assert int(peaks[1]) < int(peaks[2]), "the other side is dense"
 
 
+@pytest.mark.parametrize("compare", [[], ["--compare"]])
+def test_a_cache_that_was_never_cut_is_told_of(compare):
+    uncut = ["--kv.policy", "streaming", "--kv.budget", "8"]  # of which the interval is 128
+    code, _, err = run("generate", "ab", *compare, *SHORT, *uncut)
+    assert code == 0 and "no cache was cut: none grew to kv.budget + kv.interval, 8 + 128 entries" in err
+    assert "no cache was cut" not in run("generate", "a prompt of more than sixteen tokens", *SHORT, *SPARSE)[2]
+
+
 def test_compare_of_a_policy_that_chooses_pages():
     chosen = ["--kv.policy", "pages_mean", "--kv.budget", "48"]
     code, out, err = run("generate", "a prompt of many tokens " * 6, "--compare", *SHORT, *chosen)

@@ -215,6 +215,7 @@ def test_the_command(tmp_path, monkeypatch):
     code, out, err = run("calibrate", *flags, "--output", str(tmp_path / "c"))
     assert code == 0, err
     assert "schedule.json" in out and "00012: done in" in err
+    assert f"--kv.policy rkv --kv.window 4 --kv.interval 4 --kv.budget {tmp_path / 'c' / 'schedule.json'}" in out
     results = json.loads((tmp_path / "c" / "results.json").read_text())
     assert results["model"] == "embedded"
     low, high = results["verified"]["bins"][0]["top20"]["all"]["p05_interval"]

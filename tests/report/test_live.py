@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 from small_run import small_trainer
 
@@ -36,6 +38,15 @@ def test_a_run_says_its_budget(kv, auto, said, tmp_path, capsys):
 )
 def test_what_is_shown_as_zero_has_no_sign(value, form, shown):
     assert _cell(value, form) == shown
+
+
+def test_a_stage_that_begins_is_shown_at_once():
+    """Though the rollouts have just moved the line: grading may hang."""
+    live, shown = Live(), []
+    live.line.status = SimpleNamespace(update=lambda text: shown.append(str(text)))
+    live.on_stage("grading")
+    live.on_stage("learning")
+    assert shown == ["grading", "learning"]
 
 
 def test_a_run_that_never_began_can_end():

@@ -141,6 +141,7 @@ HOSTILE = {
     "an empty list": ("a.json", b"[]", "has no rows"),
     "half a list": ("a.json", b'[{"prompt": "a"}', "a.json is not JSON"),
     "one object": ("a.json", b"3", "line 1 of .* is a int"),
+    "commas": ("a.csv", b"question,answer\n2+2?,4\n", "a.csv is no JSONL, JSON or parquet; convert it"),
     "not parquet": ("a.parquet", b"PAR1 or so", "a.parquet is not a parquet file"),
     "empty parquet": ("a.parquet", b"", "a.parquet is not a parquet file"),
 }

@@ -96,6 +96,8 @@ WRONG = {
     "null label": ({"prompt": "a", "label": None}, {}, 'has no "label"'),
     "null answer": ({"question": "a", "answer": None}, {}, 'has no "answer"'),
     "problem is a chat": ({"problem": USER, "answer": "1"}, {}, 'has no "problem" that is a string; mend'),
+    "misspelt question": ({"questoin": "a", "answer": "1"}, {"layout": "problem"}, 'no "problem" or "question" that'),
+    "blank question": ({"question": " ", "answer": "1"}, {}, 'line 1 of .* has an empty "question"; mend or remove it'),
     "null prompt": ({"prompt": None, "answer": "1"}, {}, 'has no "prompt" that is a string or a list of messages'),
     "wrong key": ({"prompt": "a"}, {"prompt_key": "promt"}, 'has no "promt"'),
     "wrong answer key": ({"prompt": "a"}, {"answer_key": "gold"}, 'has no "gold"'),

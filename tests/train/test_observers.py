@@ -21,6 +21,9 @@ def test_observers_are_told_and_the_run_ends_for_them_even_when_it_fails(tmp_pat
         def on_progress(self, stage, progress):
             events.append(stage)
 
+        def on_stage(self, stage):
+            events.append(stage)
+
         def on_log(self, metrics):
             events.append(f"log {metrics['step']}")
 
@@ -32,8 +35,9 @@ def test_observers_are_told_and_the_run_ends_for_them_even_when_it_fails(tmp_pat
 
     small_trainer(tmp_path / "run", steps=1, observers=(Watching(),)).train()
     kept = [event for event, after in zip(events, [*events[1:], ""], strict=True) if event != after]
-    evaluated = ["eval/dense", "eval/sparse"]
-    assert kept == ["begin", *evaluated, "log 0", "rollout", *evaluated, "log 1", "checkpoint-1", "end"]
+    evaluated = ["eval/dense", "grading", "eval/sparse", "grading"]
+    step = ["rollout", "grading", "learning"]
+    assert kept == ["begin", *evaluated, "log 0", *step, *evaluated, "log 1", "checkpoint-1", "end"]
     events.clear()
     failing = small_trainer(tmp_path / "other", steps=1, observers=(Watching(),))
     failing.task = graded_by(lambda **_: None)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 from sparse_rl.model.load import load
 from sparse_rl.tasks import Graded
+from sparse_rl.train import record
 from sparse_rl.train.record import rejected_records, repetition, rollout_metrics
 from sparse_rl.train.update import Updated
 from sparse_rl.types import KVStats
@@ -37,6 +39,21 @@ def test_rollout_metrics_by_hand():
     assert got["completions/clipped_ratio"] == 0.25 and got["frac_reward_zero_std"] == 0.5
     assert got["kv/saved_frac"] == 1 - 20 / 40
     assert got["kv/peak_frac"] == pytest.approx(15 / (4 + 6 + 3 + 5))
+
+
+def test_grading_that_takes_long_is_told_once(monkeypatch, caplog):
+    monkeypatch.setattr(record, "SLOW_S", 0.01)
+    warned: set[str] = set()
+    for _ in range(2):
+        with record.told_if_slow(("near", "judge"), warned):
+            time.sleep(0.2)
+    assert [line for line in caplog.messages if "has taken" in line] == [
+        "grading (near, judge) has taken 0.01 s so far; a reward function of your own has no time limit, and may hang."
+    ]
+    monkeypatch.setattr(record, "SLOW_S", 60.0)
+    with record.told_if_slow(("near",), set()):
+        pass
+    assert len(caplog.messages) == 1
 
 
 def test_repetition_by_hand():

@@ -97,6 +97,9 @@ def run(arguments: list[str]) -> None:
     print("\n".join(summary_lines(results)))
     written = (folder / name for name in ("schedule.json", "report.html", "report.png", "results.json"))
     print(", ".join(str(path) for path in written if path.exists()))  # no picture without matplotlib
+    name, given = specs.parse(settings.kv, "budget")
+    flags = "".join(f"--kv.{key} {value} " for key, value in given.items())
+    print(f"to train on it: sparse-rl train --kv.policy {name} {flags}--kv.budget {folder / 'schedule.json'} ...")
 
 
 def _parser() -> ArgumentParser:

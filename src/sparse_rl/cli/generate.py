@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from jsonargparse import ArgumentParser, Namespace
 
     from sparse_rl.model.load import LoadedModel
+    from sparse_rl.report.progress import ProgressLine
     from sparse_rl.types import Prompt, Rollout
 
 DESCRIPTION = """Sample from a model whose KV cache is compressed while it decodes; one JSON line a sample.
@@ -23,9 +24,9 @@ DESCRIPTION = """Sample from a model whose KV cache is compressed while it decod
 Prompts come from the arguments, from --prompts FILE (a text file with one prompt a line, or JSONL with a key "prompt"
 that is a string or a list of chat messages), or from standard input.
 
-  sparse-rl generate "Once upon a time" --kv.policy rkv --kv.budget 64 --kv.interval 16
+  sparse-rl generate "c=a7;a=b2;b=c0;a|" --model embedded --kv.policy rkv --kv.budget 64 --kv.interval 16
   sparse-rl generate --prompts prompts.jsonl --model Qwen/Qwen2.5-1.5B --kv.policy snapkv --output samples.jsonl
-  sparse-rl generate "Once upon a time" --kv.policy streaming --kv.budget 32 --compare
+  sparse-rl generate "c=a7;a=b2;b=c0;a|" --model embedded --kv.policy streaming --kv.budget 24 --kv.interval 8 --compare
 """
 
 
@@ -56,7 +57,8 @@ def run(arguments: list[str]) -> None:
                 print(json.dumps(_record(rollout, loaded), allow_nan=False), file=output or sys.stdout, flush=True)
 
             with ProgressLine() as line:
-                Engine(loaded, policy, config).generate(prompts, sampling, on_step=line.show, on_rollout=write)
+                engine = Engine(loaded, policy, config)
+                _say_if_uncut(line, policy, engine.generate(prompts, sampling, on_step=line.show, on_rollout=write))
     except BaseException:
         if output is not None and Path(settings.output).is_file() and output.tell() == 0:
             Path(settings.output).unlink()  # nothing was written: leave no empty file behind
@@ -195,6 +197,7 @@ def _compare(loaded: LoadedModel, policy: Any, sampling: Any, config: Any, promp
     with ProgressLine() as line:
         dense = Engine(loaded, Full(), config).generate(prompts, sampling, on_step=line.show)
         sparse = Engine(loaded, policy, config).generate(prompts, sampling, on_step=line.show)
+        _say_if_uncut(line, policy, sparse)
     console = Console()
     scores = score(loaded.model, sparse, temperature=sampling.temperature)
     for dense_rollout, rollout, dense_scores in zip(dense, sparse, scores, strict=True):
@@ -205,6 +208,16 @@ def _compare(loaded: LoadedModel, policy: Any, sampling: Any, config: Any, promp
             more = {"dense_logprobs": dense_scores.dense_logprobs.tolist(), "overlap": lower.tolist()}
             more |= {} if exact else {"overlap_upper": upper.tolist()}
             print(json.dumps(_record(replace(rollout, top_ids=None, top_logprobs=None), loaded, **more)), file=output)
+
+
+def _say_if_uncut(line: ProgressLine, policy: Any, rollouts: list[Rollout]) -> None:
+    from sparse_rl.kv import EvictPolicy
+
+    if isinstance(policy, EvictPolicy) and not any(rollout.kv.num_compressions for rollout in rollouts):
+        line.say(
+            f"no cache was cut: none grew to kv.budget + kv.interval, {policy.budget} + {policy.interval} entries; "
+            "lower one of them, or sample more tokens."
+        )
 
 
 def _given(tensor: torch.Tensor | None) -> torch.Tensor:

@@ -65,6 +65,9 @@ class Live(Terminal):
     def on_progress(self, stage: str, progress: Progress) -> None:
         self.line.move(f"{stage}: {describe(progress)}")
 
+    def on_stage(self, stage: str) -> None:
+        self.line.rewrite(stage)
+
     def on_log(self, metrics: dict[str, Any]) -> None:
         if metrics["step"]:
             cells = "".join(f"{_cell(metrics.get(name), form):>10}" for name, form in COLUMNS.values())

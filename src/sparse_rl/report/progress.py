@@ -35,9 +35,14 @@ class MovingLine:
             return
         self.shown = now
         if self.status is not None:
-            self.status.update(Text(line))  # a name may hold what rich takes for markup
+            self.rewrite(line)
         else:
             self.print(line)
+
+    def rewrite(self, line: str) -> None:
+        """Show the line at once in a terminal, and nowhere else."""
+        if self.status is not None:
+            self.status.update(Text(line))  # a name may hold what rich takes for markup
 
     def print(self, line: str) -> None:
         """A line that stays."""

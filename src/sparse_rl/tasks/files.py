@@ -49,6 +49,8 @@ def read_table(source: str) -> Table:
     if path.is_dir():
         return _dataset_table(source, _from_folder(path))
     content = path.read_bytes()
+    if path.suffix in (".csv", ".tsv"):
+        raise ValueError(f"{source} is no JSONL, JSON or parquet; convert it.")
     if path.suffix == ".parquet":
         rows = _numbered(_from_parquet(content, source), source)
     else:

@@ -34,11 +34,15 @@ class Layout:
 
     def split(self, row: Row) -> tuple[str | list[Any], dict[str, Any]]:
         """The prompt as the row has it, and the columns."""
-        key = next((key for key in self.prompts if find(row.columns, key) is not MISSING), self.prompts[0])
+        present = [key for key in self.prompts if find(row.columns, key) is not MISSING]
+        key = (present or self.prompts)[0]
         prompt = find(row.columns, key)
         kinds = "string" if self.templated else "string or a list of messages"
         if not isinstance(prompt, str if self.templated else str | list):
-            raise ValueError(f'{row.where} has no "{key}" that is a {kinds}; mend or remove it{self._said()}.')
+            wanted = " or ".join(f'"{name}"' for name in present[:1] or self.prompts)
+            raise ValueError(f"{row.where} has no {wanted} that is a {kinds}; mend or remove it{self._said()}.")
+        if self.templated and not prompt.strip():
+            raise ValueError(f'{row.where} has an empty "{key}"; mend or remove it.')
         columns = {name: value for name, value in row.columns.items() if name != key}
         if self.answer is not None:
             answer = find(row.columns, self.answer)

@@ -18,6 +18,9 @@ class Observer:
     def on_progress(self, stage: str, progress: Progress) -> None:
         """While sampling; the stage is "rollout", "baseline", "eval/dense" or "eval/sparse"."""
 
+    def on_stage(self, stage: str) -> None:
+        """Before a stage without progress: "grading" or "learning"."""
+
     def on_log(self, metrics: dict[str, Any]) -> None:
         """After each step, with what goes into metrics.jsonl."""
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,6 +21,7 @@ from sparse_rl.types import Rollout, kv_read_frac, kv_saved_frac
 logger = logging.getLogger(__name__)
 
 NGRAM = 8  # repetition is counted in runs of this many tokens
+SLOW_S = 60.0  # of grading, after which it is told of
 BEFORE, AFTER = 48, 8  # tokens of context around an offending one
 
 
@@ -80,6 +84,28 @@ def warn(rollouts: list[Rollout], graded: Graded, evicts: bool, warned: set[str]
             "the longest sequence has %d tokens; a smaller kv.budget would save memory.",
             longest,
         )
+
+
+@contextmanager
+def told_if_slow(rewards: tuple[str, ...], warned: set[str]) -> Iterator[None]:
+    """Say once that grading takes long, while it does: a function that hangs says nothing itself."""
+
+    def tell() -> None:
+        warned.add("slow")
+        logger.warning(
+            "grading (%s) has taken %g s so far; a reward function of your own has no time limit, and may hang.",
+            ", ".join(rewards),
+            SLOW_S,
+        )
+
+    timer = threading.Timer(SLOW_S, tell)
+    timer.daemon = True
+    if "slow" not in warned:
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def repetition(token_ids: torch.Tensor) -> float:

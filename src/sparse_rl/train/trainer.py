@@ -41,7 +41,14 @@ from sparse_rl.train.learner import Learner, OptimizerConfig
 from sparse_rl.train.observer import Observer
 from sparse_rl.train.peaks import MemoryPeaks
 from sparse_rl.train.processes import Processes
-from sparse_rl.train.record import completion_records, engine_metrics, rejected_records, rollout_metrics, warn
+from sparse_rl.train.record import (
+    completion_records,
+    engine_metrics,
+    rejected_records,
+    rollout_metrics,
+    told_if_slow,
+    warn,
+)
 from sparse_rl.train.run import Run
 from sparse_rl.train.shard import ShardedWeights, check_sharded
 from sparse_rl.train.shares import generate, grade, rollout_stats
@@ -190,6 +197,7 @@ class Trainer:
         return result
 
     def _learn(self, rollouts: list[Rollout], advantages_R: torch.Tensor) -> Updated:
+        self._begin("learning")
         return update(
             self.learner,
             rollouts,
@@ -329,7 +337,9 @@ class Trainer:
         return rollouts
 
     def _grade(self, rollouts: list[Rollout], n: int) -> Graded:
-        return grade(self.task.rewards, rollouts, n, self.loaded.tokenizer, self.processes)
+        self._begin("grading")
+        with told_if_slow(self.task.rewards.names, self.run.warned):
+            return grade(self.task.rewards, rollouts, n, self.loaded.tokenizer, self.processes)
 
     def _groups(self, rollouts: list[Rollout]) -> list[int]:
         return [i // self.sampling.n for i in range(len(rollouts))]
@@ -338,6 +348,10 @@ class Trainer:
     def _seed(self) -> int:
         """Of the step's random numbers."""
         return self.config.seed * 1_000_003 + self.step + 1
+
+    def _begin(self, stage: str) -> None:
+        for observer in self.observers:
+            observer.on_stage(stage)
 
     def _progress(self, stage: str) -> Any:
         def show(progress: Any) -> None:
