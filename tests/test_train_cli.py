@@ -21,7 +21,8 @@ def finished(tmp_path_factory):
 
 def test_a_run_writes_its_folder_and_says_how_it_goes(finished):
     folder, (code, out, err) = finished
-    assert (code, out) == (0, "")
+    assert code == 0
+    assert out == f"the model is in {folder / 'checkpoint-2'}; sparse-rl report {folder} makes a page of the run\n"
     written = {"run.json", "metrics.jsonl", "completions.jsonl", "rejected.jsonl", "checkpoint-2", ".lock"}
     assert {path.name for path in folder.iterdir()} == written
     settings = json.loads((folder / "run.json").read_text())["config"]
