@@ -42,10 +42,10 @@ def test_a_name_means_one_cell(evidence):
         json.dumps(cell.settings)
     for cell in found:
         assert all(need in by_name for need in cell.needs), cell
-    arms = [cell for cell in found if cell.part == "a" and cell.settings["testbed"]["name"] == "short"]
-    assert len(arms) == 3 + 8 * 3 * 3
-    assert sum(cell.part == "a" and cell.settings["testbed"]["name"] == "long" for cell in found) == 3 + 5 * 3 * 3
-    assert not any(cell.part in "bf" and cell.settings["testbed"]["name"] == "long" for cell in found)
+    for bed in ("short", "long"):
+        arms = [cell for cell in found if cell.part == "a" and cell.settings["testbed"]["name"] == bed]
+        assert len(arms) == 3 + 8 * 3 * 3
+    assert not any(cell.part in "fg" and cell.settings["testbed"]["name"] == "long" for cell in found)
     kept = {cell.name for cell in found if cell.settings.get("keep")} | {
         cell.name for cell in found if cell.part == "warm"
     }
@@ -237,6 +237,8 @@ def test_a_start_model_is_never_made_anew_unasked(evidence, tmp_path, monkeypatc
     cells.write_result(tmp_path, record)
     begun = []
     monkeypatch.setattr(pool, "run", lambda cells, args, longest: begun.append(([c.name for c in cells], longest)))
+    monkeypatch.setattr(pool, "STARTS", tmp_path / "none")
+    (tmp_path / "none").mkdir()
     folders = ["--results", str(tmp_path), "--models", str(tmp_path / "models"), "--only"]
     for only in ("long-dense-s0", "long-warm"):
         monkeypatch.setattr(sys, "argv", ["part_a.py", *folders, only])
@@ -244,6 +246,19 @@ def test_a_start_model_is_never_made_anew_unasked(evidence, tmp_path, monkeypatc
             pool.main({}, None)
         assert ("carry it there" in str(end.value)) == (only == "long-dense-s0")
     assert begun == [(["long-warm"], {pool._kind(warm): 300.0})]
+
+
+def test_the_models_that_results_began_with_come_with_the_repository(evidence, tmp_path):
+    cells, pool = evidence
+    import work
+
+    pool.lay_out_starts(tmp_path)
+    for name, record in cells.read_results(cells.RESULTS, ("warm",)).items():
+        assert work.began_with(tmp_path / name) == record["results"]["start"]
+        (tmp_path / name / "model.safetensors").write_bytes(b"made anew")
+    pool.lay_out_starts(tmp_path)  # what is there stays
+    assert (tmp_path / "long-warm" / "model.safetensors").read_bytes() == b"made anew"
+    assert [path.name for path in tmp_path.iterdir()] == ["long-warm"]
 
 
 @pytest.mark.parametrize("accuracy", [0.5, 0.7, 0.9])

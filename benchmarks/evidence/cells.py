@@ -16,6 +16,7 @@ from typing import Any
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
+STARTS = HERE / "start"  # models that the results of a testbed began with
 ARMS = {  # KV policy of the rollouts, correction preset
     "dense": ("full", "none"),
     "naive": ("rkv", "none"),
@@ -56,7 +57,7 @@ class Testbed:
     budgets: tuple[int, int, int] = (67, 45, 32)
     sweep: tuple[int, ...] = (22, 45, 67, 90, 134, 179)
     problems: int = 1024  # held out
-    whole: bool = True  # or without parts b and f, the arms of others and some of part d, which a shorter one has
+    whole: bool = True  # or without parts f and g and some of part d, which a shorter one has
 
 
 SHORT = Testbed(name="short")

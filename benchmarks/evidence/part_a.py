@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Part a: which correction learns? Nine arms (long: the first six) x three budgets x three seeds.
+"""Part a: which correction learns? Nine arms x three budgets x three seeds.
 
 python benchmarks/evidence/part_a.py --testbed short
 python benchmarks/evidence/part_a.py --only short-naive-45-s0
@@ -14,9 +14,9 @@ KEPT = ("dense", "naive", "sparse_rl")  # part c evaluates them under other cach
 
 
 def cells(bed: Testbed) -> list[Cell]:
-    """The arms of all testbeds first; what ends early then has whole rows."""
+    """The first six arms first; what ends early then has whole rows."""
     found = [training("a", bed, "dense", 0, seed, keep=True) for seed in SEEDS]
-    for arms in (list(ARMS)[1:6], list(ARMS)[6:] if bed.whole else []):
+    for arms in (list(ARMS)[1:6], list(ARMS)[6:]):
         for budget in bed.budgets[1:] + bed.budgets[:1]:
             found += [training("a", bed, arm, budget, s, keep=arm in KEPT) for arm in arms for s in SEEDS]
     return found

@@ -13,6 +13,7 @@ import importlib
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import sys
 import time
@@ -22,7 +23,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from cells import RESULTS, TESTBEDS, Cell, Testbed, read_results, warm_cells, write_result
+from cells import RESULTS, STARTS, TESTBEDS, Cell, Testbed, read_results, warm_cells, write_result
 
 PARTS = ("warm", "a", "b", "c", "d", "e", "f", "g", "smollm2")
 MODELS = Path("runs/evidence/models")
@@ -56,6 +57,7 @@ def main(parts: dict[str, Callable[[Testbed], list[Cell]]], description: str | N
     for name in chosen:
         if name not in known:
             sys.exit(f"there is no cell {name!r}; --list names them.")
+    lay_out_starts(args.models)
     ordered = with_needs(chosen, known, args.models)
     for name in ordered:
         if name in done and name not in chosen and known[name].start:
@@ -72,6 +74,15 @@ def main(parts: dict[str, Callable[[Testbed], list[Cell]]], description: str | N
     finally:
         signal.signal(signal.SIGTERM, before)
     sys.exit(1 if failed else 0)
+
+
+def lay_out_starts(models: Path) -> None:
+    """Put the models that came with the repository where cells look for them, unless there is one already."""
+    for start in STARTS.iterdir():
+        if not (models / start.name).exists():
+            part = models / f"{start.name}.{os.getpid()}"
+            shutil.copytree(start, part)
+            os.replace(part, models / start.name)
 
 
 def with_needs(names: list[str], known: dict[str, Cell], models: Path) -> list[str]:

@@ -132,6 +132,7 @@ def test_the_tail_decides_nothing_where_it_is_not_held_or_a_run_is_missing():
     one[-1]["results"]["dense"] = [0.5, 0.01]  # of three at 0.98
     assert state(made_up.whole() + one, "stable") == UNTESTED
     assert state(made_up.whole("long"), "stable") == UNTESTED  # not planned
+    assert state(made_up.whole() + made_up.held("short", ends) + made_up.whole("long"), "stable") == HOLDS
 
 
 @pytest.mark.parametrize(

@@ -58,10 +58,7 @@ class Evidence:
 
     def arms(self, testbed: str) -> tuple[str, ...]:
         """Those planned there."""
-        bed = self.bed(testbed)
-        if bed.get("whole"):
-            return ARMS
-        return ARMS[:6] if "sweep" in bed else ("dense", "naive", "sparse_rl")
+        return ARMS if "sweep" in self.bed(testbed) else ("dense", "naive", "sparse_rl")
 
     def part(self, name: str) -> list[Record]:
         return [record for record in self.records if record["part"] == name]

@@ -48,6 +48,9 @@ class Finding:
     numbers: str
 
 
+Judge = Callable[[Evidence, str], Finding | None]  # of a testbed; None where it has no such runs planned
+
+
 @dataclass(frozen=True, slots=True)
 class Verdict:
     claim: str
@@ -69,8 +72,8 @@ def verdicts(evidence: Evidence) -> list[Verdict]:
     """All of them, in the order of the page."""
     found = []
     for claim, rule, judge in CLAIMS:
-        findings = {bed: _judge(evidence, bed, judge) for bed in evidence.testbeds}
-        found.append(Verdict(claim, rule, findings))
+        judged = {bed: _judge(evidence, bed, judge) for bed in evidence.testbeds}
+        found.append(Verdict(claim, rule, {bed: finding for bed, finding in judged.items() if finding is not None}))
     return [*found, Verdict(TAIL_CLAIM, TAIL_RULE, {"all testbeds": tail_beats_mean(evidence)})]
 
 
@@ -103,9 +106,9 @@ def within_three_percent(evidence: Evidence, testbed: str) -> Finding:
     return _decided(state, ", ".join(shown))
 
 
-def both_needed(evidence: Evidence, testbed: str) -> Finding:
+def both_needed(evidence: Evidence, testbed: str) -> Finding | None:
     if "reject_only" not in evidence.arms(testbed):
-        return Finding(UNTESTED, "not planned")
+        return None
     dense, states, shown = evidence.end(testbed, "dense", 0), [], []
     for budget in evidence.bed(testbed)["budgets"]:
         ends = {a: evidence.end(testbed, a, budget) for a in ("naive", "sparse_rl", "reject_only", "reweight_only")}
@@ -145,9 +148,9 @@ def sparse_trained_wins(evidence: Evidence, testbed: str) -> Finding:
     return _decided(state, "; ".join(shown))
 
 
-def extremes_fail(evidence: Evidence, testbed: str) -> Finding:
+def extremes_fail(evidence: Evidence, testbed: str) -> Finding | None:
     if "sweep" not in evidence.bed(testbed):
-        return Finding(UNTESTED, "not planned")
+        return None
     budgets = [r["settings"]["budget"] for r in evidence.trained(testbed) if r["settings"]["arm"] == "sparse_rl"]
     least = min(budgets, default=0)
     end, dense = evidence.end(testbed, "sparse_rl", least), evidence.end(testbed, "dense", 0)
@@ -161,10 +164,10 @@ def extremes_fail(evidence: Evidence, testbed: str) -> Finding:
     return _decided(state, f"at budget {least} of {length:.0f} tokens sparse_rl ends at {share(kept)} of dense")
 
 
-def tail_decides(evidence: Evidence, testbed: str) -> Finding:
+def tail_decides(evidence: Evidence, testbed: str) -> Finding | None:
     calibrated = evidence.calibration(testbed)
     if calibrated is None:
-        return Finding(UNTESTED, "missing: the calibration" if evidence.bed(testbed).get("whole") else "not planned")
+        return Finding(UNTESTED, "missing: the calibration") if evidence.bed(testbed).get("whole") else None
     start, counts, shown = evidence.start(testbed), [], []
     targets = sorted(calibrated["settings"]["targets"])
     for target in targets:
@@ -218,8 +221,8 @@ def _lead(name: str, found: list[Case]) -> float:
     return auc(found, name) - auc(found, "overlap_mean")
 
 
-def _judge(evidence: Evidence, testbed: str, judge: Callable[[Evidence, str], Finding]) -> Finding:
-    """A testbed in which the dense arm does not learn says nothing."""
+def _judge(evidence: Evidence, testbed: str, judge: Judge) -> Finding | None:
+    """None where the testbed has no such runs planned; one in which the dense arm does not learn says nothing."""
     learnt = evidence.gain(testbed)
     if not evidence.start(testbed).count:
         return Finding(UNTESTED, "missing: the accuracy before training")
@@ -260,7 +263,7 @@ def share(found: Estimate) -> str:
     return f"{100 * found.mean:.1f} %" if math.isnan(found.se) else f"{100 * found.mean:.1f} ± {100 * found.se:.1f} %"
 
 
-CLAIMS: tuple[tuple[str, str, Callable[[Evidence, str], Finding]], ...] = (
+CLAIMS: tuple[tuple[str, str, Judge], ...] = (
     (
         "Naive sparse training collapses",
         f"A run collapses if it ends more than {DROP} and {SURE:g} standard errors (over problems) below where it "

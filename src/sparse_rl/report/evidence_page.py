@@ -68,9 +68,8 @@ def page(evidence: Evidence, results: str, output: str, plots: str, drawn: Seque
     chains = [bed for bed in evidence.testbeds if "sweep" in evidence.bed(bed)]
     for bed in chains:
         parts.append(f"## Threshold, budget and length: {bed}")
-        if evidence.bed(bed).get("whole"):
-            parts += [eps_table(evidence, bed), *plot(f"budget-{bed}", "accuracy after training by budget")]
-            parts.append(budgets_table(evidence, bed))
+        parts += [eps_table(evidence, bed), *plot(f"budget-{bed}", "accuracy after training by budget")]
+        parts.append(budgets_table(evidence, bed))
         parts += [*plot(f"length-{bed}", "rejection by length against a constant hazard"), lengths_table(evidence, bed)]
     for bed in evidence.testbeds:
         parts += [f"## Sparsity-aware training: {bed}", *plot(f"matrix-{bed}", "accuracy by training and cache")]

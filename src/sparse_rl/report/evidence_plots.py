@@ -34,8 +34,8 @@ def draw(evidence: Evidence, folder: Path) -> list[str]:
     plots: dict[str, Callable[[Figure, Evidence], bool]] = {}
     for bed in evidence.testbeds:
         own = {"arms": _arms, "curves": _curves, "matrix": _matrix}
-        own |= {"budget": _budgets, "tails": _tails} if evidence.bed(bed).get("whole") else {}
-        own |= {"length": _lengths} if "sweep" in evidence.bed(bed) else {}
+        own |= {"budget": _budgets, "length": _lengths} if "sweep" in evidence.bed(bed) else {}
+        own |= {"tails": _tails} if evidence.bed(bed).get("whole") else {}
         plots |= {f"{name}-{bed}": partial(make, bed=bed) for name, make in own.items()}
     plots |= {"predictors": _predictors, "time": _times}
     drawn = []
