@@ -3,9 +3,10 @@
 
     python scripts/word_problems.py DATA data/words --warm-only gsm8k      # for --task words
     python benchmarks/smollm2.py --task lookup --device cuda
-    python benchmarks/smollm2.py --task words --data data/words --device cuda
+    python benchmarks/smollm2.py --task words --data data/words --lr 4e-5 --device cuda
 
-lookup   ten keys and values, one is asked for: the reward hangs on the cache; from the instruct model
+lookup   ten keys and values, one is asked for: the reward hangs on the cache; from the instruct model, or with --warm
+         from the warm start of word problems
 words    word problems, held-out ones for evaluation; from a supervised warm start, which is made first
 
 The KV budget is found by a sweep before anything is trained: the smallest that earns at least REWARD of what the dense
@@ -54,6 +55,7 @@ CURVES = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--task", choices=list(BUDGETS), required=True)
+    parser.add_argument("--warm", action="store_true", help="begin with the warm start, as words always does")
     parser.add_argument("--data", type=Path, help="folder with train.jsonl, held_out.jsonl and warm.jsonl, for words")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--steps", type=int, default=60)
@@ -69,8 +71,9 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=Path("benchmarks/results"))
     parser.add_argument("--worker", nargs=2, metavar=("WORK", "BUDGET"), help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.task == "words" and args.data is None:
-        parser.error("--task words needs --data; scripts/word_problems.py makes it.")
+    args.warm |= args.task == "words"
+    if args.warm and args.data is None:
+        parser.error("word problems and their warm start need --data; scripts/word_problems.py makes it.")
     if args.worker:
         work, budget = args.worker
         sweep(args) if work == "sweep" else evaluate_arm(args, work, int(budget))
@@ -78,7 +81,7 @@ def main() -> None:
 
     began, folder = time.time(), args.runs / args.task
     folder.mkdir(parents=True, exist_ok=True)
-    if args.task == "words":
+    if args.warm:
         warm_up(args)
     call(args, "sweep", worker("sweep", 0), done=folder / "sweep.json")
     rows = json.loads((folder / "sweep.json").read_text())
@@ -130,7 +133,7 @@ def warm_up(args: argparse.Namespace) -> None:
 
 
 def start_model(args: argparse.Namespace) -> str:
-    if args.task == "lookup":
+    if not args.warm:
         return "smollm2"
     from sparse_rl.train.checkpoint import checkpoints
 
