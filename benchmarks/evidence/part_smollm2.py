@@ -5,9 +5,10 @@
     python benchmarks/evidence/part_smollm2.py --jobs 3
 
 The task is look-up among ten keys and values. On word problems the dense arm gains too little to tell arms apart: 0.06
-in 60 steps (benchmarks/results/smollm2_words.json), and a testbed needs 0.10. A sweep over the warm model finds the
-budget, by the rule of benchmarks/smollm2.py. A run is evaluated at its end, with the dense cache and with three policies
-at that budget and at three quarters of it.
+in 60 steps (benchmarks/results/smollm2_words.json), and a testbed needs 0.10.
+
+A sweep over the warm model finds the budget, by the rule of benchmarks/smollm2.py. A run is evaluated at its end, with
+the dense cache and with three policies at that budget and at three quarters of it.
 """
 
 from __future__ import annotations
