@@ -211,9 +211,9 @@ def together(jobs: list[tuple[str, list[str], Path]], args: argparse.Namespace, 
         file = open(path, "w")  # noqa: SIM115 - closed with the process
         environment = os.environ | {"OMP_NUM_THREADS": "2"}
         running.append((name, path, subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment)))
-    failed = [(name, path) for name, path, process in running if process.wait()]
-    for name, path in failed:
-        print(f"{name} failed; the end of {path}:\n{path.read_text()[-1500:]}", file=sys.stderr)
+    failed = [(name, path, process.returncode) for name, path, process in running if process.wait()]
+    for name, path, status in failed:  # -9: killed from outside, mostly for lack of memory
+        print(f"{name} failed (exit {status}); the end of {path}:\n{path.read_text()[-1500:]}", file=sys.stderr)
     if failed:
         sys.exit(1)
 
