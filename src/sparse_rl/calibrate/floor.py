@@ -32,7 +32,7 @@ def judge_dense(dense: dict[str, Any], config: CalibrationConfig) -> list[str]:
         span += f" to {tails[high]:.3f} ({contexts([bins[high]])})"
     raise ValueError(
         f"the dense cache itself is below the target, {config.asks}, in every bin of contexts: its {config.statistic} "
-        f"is {span}. So no budget can meet it, and none was tried. {_remedy(dense, tails, config)}"
+        f"is {span}. So no budget can meet it. {_remedy(dense, tails, config)}"
     )
 
 
