@@ -102,7 +102,7 @@ def test_who_wants_to_be_sure_asks_it_of_the_intervals_lower_end(small, tmp_path
     assert tail_row(results["runs"][0], sure) == [group["p05_interval"][0] for group in found]
     assert any(group["p05_interval"][0] < group["p05"] for group in found)
     floor = [each["top20"]["all"]["p05"] for each in results["floor"]["bins"]]
-    assert results["targets"] == pytest.approx([0.86 * p05 for p05 in floor])
+    assert results["targets"] == pytest.approx([0.915 * p05 for p05 in floor])
     # and that is what is shown
     assert calibration_plots.tails(results["runs"][0], results) == tail_row(results["runs"][0], sure)
     assert calibration_page.summary_lines(results)[0].startswith("lower end of p05 of top20 overlap")
@@ -158,6 +158,7 @@ def test_a_schedule_that_would_train_badly_says_so():
     """What counts is the schedule as run, its interval's lower end and its rejections; without that run, its budget."""
     sure, plain = CalibrationConfig(sure=True), CalibrationConfig()
     results = {"bins": [(0, 60)], "targets": [0.86], "schedule": {"starts": [0], "budgets": [40]}}
+    results["floor"] = measured(0.95, 0.0)
     results["runs"] = [measured(0.1, 0.9, budget=32), measured(0.5, 0.3, budget=40)]
     (said,) = doubts(results, plain)
     assert "in the contexts 0-60, down to 0.500" in said and "reject 30.0 % of the rollouts" in said
@@ -169,6 +170,8 @@ def test_a_schedule_that_would_train_badly_says_so():
     assert doubts(results | {"verified": measured(0.86, 0.15)}, sure) == []
     no_interval = {"bins": [{"top20": {"all": {"p05": 0.9}}}], "rejected_frac": 0.0}
     assert doubts(results | {"verified": no_interval}, plain) == []
+    beyond = results | {"floor": measured(0.7, 0.0), "verified": measured(0.7, 0.0)}
+    assert doubts(beyond, sure) == [], "no larger target where the dense cache does not meet this one"
 
 
 def test_settings_that_cannot_be():

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from sparse_rl.calibrate import CalibrationConfig
-from sparse_rl.calibrate.analysis import analyse, met
+from sparse_rl.calibrate.analysis import analyse, measure_dense, met
 from sparse_rl.calibrate.statistics import describe, intervals, quantiles, resampled, veto
 from sparse_rl.calibrate.tokens import Tokens
 from sparse_rl.kv.schedule import Schedule
@@ -98,7 +98,7 @@ def test_tokens_beyond_the_dense_runs_contexts_count_in_the_last_bin():
 def test_what_is_met_goes_with_the_budget_and_bins_without_tokens_are_named():
     config = CalibrationConfig(bin=30, min_tokens=20, overlap="lower", bootstrap=0)
     runs = {16: tokens([20], np.full(20, 0.5)), 32: tokens([20], np.full(20, 0.9))}  # neither gets to context 30
-    results = analyse(tokens([50]), [16, 32], runs.__getitem__, config)
+    results = analyse(measure_dense(tokens([50]), config), [16, 32], runs.__getitem__, config)
     assert results["bins"] == [(0, 30), (30, 60)] and results["schedule"]["budgets"] == (32,)
     assert results["schedule"]["met"] == met(Schedule((0,), (32,)), results, config) == [True, False]
     assert met(Schedule((0,), (16,)), results, config) == [False, False]
@@ -111,7 +111,7 @@ def test_the_tail_of_decision_tokens_decides_where_it_is_asked_for():
     entropy = [1.0] * 20 + [0.0] * 20
     runs = {16: tokens([40], [0.5] * 20 + [0.9] * 20, entropy=entropy), 32: tokens([40], entropy=entropy)}
     budgets = [
-        analyse(runs[32], [16, 32], runs.__getitem__, each)["schedule"]["budgets"]
+        analyse(measure_dense(runs[32], each), [16, 32], runs.__getitem__, each)["schedule"]["budgets"]
         for each in (config, replace(config, tokens="decision"))
     ]
     assert budgets == [(16,), (32,)], "a mean of 0.7 over all tokens, of 0.5 over those that decide"

@@ -19,10 +19,8 @@ from sparse_rl.metrics import HIGH_REJECTION
 STUDIED = (0.75, 0.80, 0.86, 0.92)  # targets whose schedules are shown beside one's own
 
 
-def analyse(
-    floor: Tokens, budgets: list[int], run: Callable[[int], Tokens], config: CalibrationConfig
-) -> dict[str, Any]:
-    """Statistics of all runs, one in memory at a time, and the schedule that they give; budgets ascend."""
+def measure_dense(floor: Tokens, config: CalibrationConfig) -> dict[str, Any]:
+    """The bins, the dense cache's statistics in them, and what is asked of the budgets' tails there."""
     chosen = floor.entropy > config.entropy if config.tokens == "decision" else np.ones(len(floor.contexts), dtype=bool)
     counts = np.bincount(floor.contexts[chosen] // config.bin) if chosen.any() else np.zeros(1, dtype=int)
     bins = pool_bins(counts.tolist(), config.bin, config.min_tokens)
@@ -32,23 +30,29 @@ def analyse(
             f"({config.min_tokens:,}); give more prompts, more samples (--n), or lower min_tokens."
         )
     dense = described(floor, bins, config)
+    return {"bins": bins, "floor": dense, "targets": targets(config, _floors(dense, config))}
+
+
+def analyse(
+    dense: dict[str, Any], budgets: list[int], run: Callable[[int], Tokens], config: CalibrationConfig
+) -> dict[str, Any]:
+    """Statistics of all runs, one in memory at a time, and the schedule that they give; budgets ascend."""
+    bins = dense["bins"]
     found = {budget: described(run(budget), bins, config) for budget in budgets}
     tails = np.array([tail_row(found[budget], config) for budget in budgets])
-    floors = tail_row(dense, replace(config, sure=False))
-    fitted = cheapest(tails, budgets, [start for start, _ in bins], targets(config, floors))
+    fitted = cheapest(tails, budgets, [start for start, _ in bins], dense["targets"])
+    floors = _floors(dense["floor"], config)
     others = {}
     for target in STUDIED:
         other = cheapest(tails, budgets, [start for start, _ in bins], targets(config, floors, target))
         others[f"{target:.2f}"] = {**asdict(other.schedule), "met": list(other.met)}
     return {
-        "bins": bins,
-        "floor": dense,
+        **dense,
         "budgets": budgets,
         "runs": [{"budget": budget, **found[budget]} for budget in budgets],
-        "targets": targets(config, floors),
         "schedule": {**asdict(fitted.schedule), "met": list(fitted.met)},
         "studied": others,
-        "notes": _notes(fitted, bins, tails, floors, config),
+        "notes": _notes(fitted, dense, tails, config),
     }
 
 
@@ -70,13 +74,19 @@ def unreached(run: dict[str, Any], config: CalibrationConfig) -> list[int]:
     return [i for i, each in enumerate(run["bins"]) if each[config.overlap][config.tokens] is None]
 
 
+def unreachable(results: dict[str, Any], config: CalibrationConfig) -> list[int]:
+    """The bins whose target is above what the dense cache itself has."""
+    tails = tail_row(results["floor"], config)
+    return [i for i, (tail, target) in enumerate(zip(tails, results["targets"], strict=True)) if tail < target]
+
+
 def contexts(bins: Sequence[tuple[int, int]]) -> str:
     return ", ".join(f"{start}-{end}" for start, end in bins)
 
 
 def targets(config: CalibrationConfig, floors: list[float], target: float | None = None) -> list[float]:
     """What each bin's tail must reach."""
-    target = config.target if target is None else target
+    target = config.goal if target is None else target
     return [target * floor if config.relative else target for floor in floors]
 
 
@@ -94,6 +104,7 @@ def doubts(results: dict[str, Any], config: CalibrationConfig) -> list[str]:
     ran = [results.get("verified", alone[schedule.at(start)]) for start, _ in bins]
     lows = [_lower_end(run["bins"][i], config) for i, run in enumerate(ran)]
     weak = [i for i, (low, target) in enumerate(zip(lows, results["targets"], strict=True)) if low < target]
+    weak = [i for i in weak if i not in unreachable(results, config)]  # of those `judge_dense` speaks
     rejected = max(run["rejected_frac"] for run in ran)
     missed = [span for i, span in enumerate(bins) if i in unreached(ran[i], config)]
     reasons = []
@@ -120,32 +131,34 @@ def doubts(results: dict[str, Any], config: CalibrationConfig) -> list[str]:
     return [f"training on this schedule may go badly: {', and '.join(reasons)}; give {remedy}."]
 
 
+def _floors(dense: dict[str, Any], config: CalibrationConfig) -> list[float]:
+    """What a relative target is a share of: the dense cache's tail itself, no end of its interval."""
+    return tail_row(dense, replace(config, sure=False))
+
+
 def _lower_end(measured: dict[str, Any], config: CalibrationConfig) -> float:
     """Of the tail's interval in a bin; nan where there is none."""
     group = measured[config.overlap][config.tokens] or {}
     return float(group.get(f"{config.tail}_interval", [float("nan")])[0])
 
 
-def _notes(
-    found: Found, bins: list[tuple[int, int]], tails: np.ndarray, floors: list[float], config: CalibrationConfig
-) -> list[str]:
-    notes = []
-    names = [f"{start}-{end}" for start, end in bins]
-    blank = [name for name, measured in zip(names, found.measured, strict=True) if not measured]
+def _notes(found: Found, dense: dict[str, Any], tails: np.ndarray, config: CalibrationConfig) -> list[str]:
+    notes, bins, beyond = [], dense["bins"], unreachable(dense, config)
+    blank = [i for i, measured in enumerate(found.measured) if not measured]
     if blank:
         notes.append(
-            f"no budget has enough tokens in the contexts {', '.join(blank)}, which keep the budget before them; give "
-            "more prompts, more samples (--n), or lower min_tokens."
+            f"no budget has enough tokens in the contexts {contexts([bins[i] for i in blank])}, which keep the "
+            "budget before them; give more prompts, more samples (--n), or lower min_tokens."
         )
-    short = [name for name, met in zip(names, found.met, strict=True) if not met and name not in blank]
+    short = [i for i, met in enumerate(found.met) if not met and i not in blank and i not in beyond]
     if short:
-        lowest = np.nanmin(floors) if not np.isnan(floors).all() else float("nan")
+        lowest = min(tail_row(dense["floor"], config)[i] for i in short)
         notes.append(
-            f"no budget meets the target in the contexts {', '.join(short)}, where the largest is taken; the dense "
-            f"cache's own tail is as low as {lowest:.3f}. Lower the target, try larger budgets, or give relative."
+            f"no budget meets the target in the contexts {contexts([bins[i] for i in short])}, where the largest is "
+            f"taken; the dense cache itself has {lowest:.3f} or more there. Try larger budgets, or lower the target."
         )
     known = tails[~np.isnan(tails)]
-    if len(known) and known.min() >= max(targets(config, floors)):
+    if len(known) and known.min() >= max(dense["targets"]):
         notes.append(
             f"every budget meets the target: {config.tail} over {config.tokens} tokens does not tell them apart here. "
             "Look at the curves; ask more of it (tail p01, tokens decision, a higher target), or try smaller budgets."

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Find the cheapest budget by context length that keeps a sparse sampler near its dense model.
 
-    the dense cache (the floor), then each budget of a grid: sample -> dense pass -> runs/00512.npz
+    the dense cache (the floor); if it meets the target, each budget of a grid: sample -> dense pass -> runs/00512.npz
     statistics by context length -> per bin the cheapest budget whose tail meets the target -> schedule.json
     the schedule itself, as one more run: what it holds in fact; where that is too little, the cheapest that holds
 
@@ -19,8 +19,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from sparse_rl.calibrate.analysis import analyse, doubts
+from sparse_rl.calibrate.analysis import analyse, doubts, measure_dense
 from sparse_rl.calibrate.config import CalibrationConfig
+from sparse_rl.calibrate.floor import judge_dense
 from sparse_rl.calibrate.search import as_schedule, with_budget
 from sparse_rl.calibrate.tokens import Tokens, probe
 from sparse_rl.calibrate.verify import verified
@@ -106,10 +107,15 @@ def calibrate(
         (folder / "runs").mkdir(exist_ok=True)
         runs = _Runs(folder, calibration, observer)
         floor = runs.floor()
+        dense = measure_dense(floor, calibration.config)
+        said = judge_dense(dense, calibration.config)
+        for note in said:  # before the work, and with the others after it
+            observer.on_note(note)
         budgets = calibration.budgets(int(floor.contexts.max()) + 1)
         runs.begin(budgets)
-        results = record | analyse(floor, budgets, runs.at, calibration.config)
-        results["settings"] = asdict(calibration.config)
+        results = record | analyse(dense, budgets, runs.at, calibration.config)
+        results["notes"] = said + results["notes"]
+        results["settings"] = asdict(calibration.config) | {"target": calibration.config.goal}
         if calibration.config.verify:
             results |= verified(results, runs, calibration.config, evicts=isinstance(calibration.policy, EvictPolicy))
         results["notes"] += doubts(results, calibration.config)
@@ -152,7 +158,8 @@ class _Runs:
 
     def __init__(self, folder: Path, calibration: Calibration, observer: CalibrationObserver) -> None:
         self.folder, self.calibration, self.observer = folder / "runs", calibration, observer
-        self.memory, self.spent, self.made, self.left = Memory(), 0.0, 0, 1
+        self.memory, self.spent, self.made = Memory(), 0.0, 0
+        self.left = 1 + len(calibration.budgets()) + (calibration.config.verify > 0)
 
     def begin(self, budgets: list[int]) -> None:
         """Now that the dense cache's run says which budgets there are to try."""

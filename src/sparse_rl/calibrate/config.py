@@ -12,6 +12,9 @@ from sparse_rl.calibrate.statistics import GROUPS, SCALES, TAILS
 from sparse_rl.kv import KVPolicy, SelectPolicy
 from sparse_rl.kv.schedule import MOST
 
+SPARROW = 0.86  # the tail from which on Sparrow's runs are stable, on the scale top20
+SPARROW_SHARE = 0.915  # the same as a share of its dense cache's own, 0.94
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CalibrationConfig:
@@ -22,8 +25,8 @@ class CalibrationConfig:
     lowest: smallest budget to try; a 64th of the longest context if not given, or what the policy can do
     highest: largest budget to try; the longest context that the dense cache came to, if not given
     page: budgets are multiples of this many entries, and of pages that are read whole
-    target: overlap that the tail must reach; 0.86 is Sparrow's, on the scale top20
-    relative: the target is a share of the dense cache's own tail instead; Sparrow's 0.86 is 0.915 of its floor
+    target: overlap that the tail must reach; if not given, Sparrow's 0.86 (scale top20), with relative its 0.915
+    relative: the target is a share of the dense cache's own tail; for models whose best 20 ids leave much out
     overlap: top20 (over tokens in both top 20, Sparrow's) or lower (over the sampler's best ids, exact up to 4096)
     tail: statistic of a bin that must meet the target: p05, p01 or mean
     sure: the lower end of its 95 % interval must meet the target, so that no budget does by luck
@@ -40,7 +43,7 @@ class CalibrationConfig:
     lowest: int | None = None
     highest: int | None = None
     page: int = 16
-    target: float = 0.86
+    target: float | None = None
     relative: bool = False
     overlap: Literal["top20", "lower"] = "top20"
     tail: Literal["p05", "p01", "mean"] = "p05"
@@ -71,7 +74,7 @@ class CalibrationConfig:
                 raise ValueError(f"{name} is {given}; it must be at least 1.")
         if self.lowest is not None and self.highest is not None and self.lowest > self.highest:
             raise ValueError(f"lowest is {self.lowest}, above highest, {self.highest}; exchange them.")
-        if not 0.0 < self.target < 1.0:
+        if not 0.0 < self.goal < 1.0:
             raise ValueError(f"target is {self.target}; it must lie between 0 and 1, as 0.86 does.")
         if self.sure and not self.bootstrap:
             raise ValueError("sure needs the intervals that bootstrap 0 leaves out; give bootstrap 200.")
@@ -82,6 +85,24 @@ class CalibrationConfig:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; choose one of {', '.join(choices)}.")
         if any(budget < 1 for budget in self.budgets) or len({*self.budgets}) < len(self.budgets):
             raise ValueError(f"budgets are {', '.join(map(str, self.budgets))}; give each once, from 1 on.")
+
+    @property
+    def goal(self) -> float:
+        """The target, also where none was given."""
+        if self.target is not None:
+            return self.target
+        return SPARROW_SHARE if self.relative else SPARROW
+
+    @property
+    def asks(self) -> str:
+        """The target in words."""
+        return f"{self.goal:g}{f' of the dense {self.tail}' * self.relative}"
+
+    @property
+    def statistic(self) -> str:
+        """What must reach it, in words."""
+        over = "" if self.tokens == "all" else ", decision tokens"
+        return f"{'lower end of ' * self.sure}{self.tail} of {self.overlap} overlap{over}"
 
     def grid(self, policy: KVPolicy, longest: int, page_size: int) -> list[int]:
         """The budgets to try for contexts of at most `longest` tokens."""

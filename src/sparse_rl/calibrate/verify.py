@@ -51,6 +51,7 @@ class _Search:
     def __init__(self, results: dict[str, Any], runs: Runs, config: CalibrationConfig) -> None:
         self.runs, self.config, self.rounds = runs, config, config.verify
         self.bins, self.budgets, self.targets = results["bins"], results["budgets"], results["targets"]
+        self.dense = tail_row(results["floor"], config)
         given = as_schedule(results["schedule"])
         self.least = [given.at(start) for start, _ in self.bins]
         self.alone = {run["budget"]: tail_row(run, config) for run in results["runs"]}
@@ -102,11 +103,13 @@ class _Search:
     def notes(self, found: list[int]) -> list[str]:
         """What the user should know of a search that ended with `found`."""
         notes, tails, first = [], tail_row(self.ran[tuple(found)], self.config), self.ran[tuple(self.least)]
-        low = [span for span, tail, need in zip(self.bins, tails, self.targets, strict=True) if tail < need - TOLERANCE]
+        least = [min(dense, target) for dense, target in zip(self.dense, self.targets, strict=True)]
+        low = [span for span, tail, need in zip(self.bins, tails, least, strict=True) if tail < need - TOLERANCE]
         if low:
             notes.append(
-                f"run as it is, the schedule's tail is below the target by more than {TOLERANCE} in the contexts "
-                f"{contexts(low)}; give more rounds (verify), more tokens, or a larger budget there."
+                "run as it is, the schedule's tail is below the target, or the dense cache's own where that is less, "
+                f"by more than {TOLERANCE} in the contexts {contexts(low)}; give more rounds (verify), more tokens, or "
+                "a larger budget there."
             )
         elif self.refused:
             notes.append(

@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jsonargparse import Namespace
 
@@ -35,7 +36,10 @@ DESCRIPTION = """Find the budget a model needs: the cheapest KV cache, by contex
 The dense cache and each budget of a grid answer the prompts; one dense pass over every answer says how much of the
 next-token distributions overlap, sum_v min(p_dense, p_sparse), at every token. Training is stable as long as the worst
 tokens overlap enough: the 5th percentile at 0.86 or more on Sparrow's scale. Per bin of context length the cheapest
-budget that reaches the target goes into the schedule, which is then run as it is. OUTPUT gets
+budget that reaches the target goes into the schedule, which is then run as it is. Small models spread their probability
+over more ids than that scale counts, and their dense cache is itself below 0.86, which is said at once: give
+--relative, with which the target is a share of the dense cache's own tail, 0.915 unless --target says another. OUTPUT
+gets
 
   schedule.json   for --kv.budget of train and generate, and for --kv rkv:OUTPUT/schedule.json of eval
   report.html     curves, fits, hazards, the schedule; report.png has the curves alone
@@ -43,7 +47,7 @@ budget that reaches the target goes into the schedule, which is then run as it i
   runs/           what was measured, a file a budget
 
 A calibration that was killed goes on with the same command and --resume: finished budgets are not done again. With
-another --target, --tail, --tokens, --overlap or --bin, --resume finds another schedule from the same runs.
+another --target, --relative, --tail, --tokens, --overlap or --bin, --resume finds another schedule from the same runs.
 
 Prompts are those of a task (--task.name and its settings, as in train), of --benchmarks, or of a file (--prompts;
 JSONL, JSON or parquet with a prompt or a problem in every row). Let them be like those of training, and as long.
@@ -51,7 +55,7 @@ JSONL, JSON or parquet with a prompt or a problem in every row). Let them be lik
   sparse-rl calibrate --num-prompts 48 --n 1 --max-tokens 195 --kv rkv:interval=8 --page 8 --lowest 16 --bin 60 \\
       --min-tokens 600 --sure --output cal
   sparse-rl calibrate --model smollm2 --benchmarks gsm8k --kv snapkv:interval=16 --max-tokens 1024 --bin 250 \\
-      --sure --device cuda --dtype bfloat16 --output calibrations/smollm2
+      --relative --sure --device cuda --dtype bfloat16 --output calibrations/smollm2
   sparse-rl calibrate --model Qwen/Qwen3-1.7B --benchmarks aime24 aime25 --n 8 --max-tokens 37888 --sure --dry-run
   sparse-rl calibrate cost --help       what a schedule saves: predicted for any shape and GPU, measured on this one
 """
@@ -97,9 +101,7 @@ def run(arguments: list[str]) -> None:
     print("\n".join(summary_lines(results)))
     written = (folder / name for name in ("schedule.json", "report.html", "report.png", "results.json"))
     print(", ".join(str(path) for path in written if path.exists()))  # no picture without matplotlib
-    name, given = specs.parse(settings.kv, "budget")
-    flags = "".join(f"--kv.{key} {value} " for key, value in given.items())
-    print(f"to train on it: sparse-rl train --kv.policy {name} {flags}--kv.budget {folder / 'schedule.json'} ...")
+    print("\n".join(_to_train(settings, config, results)))
 
 
 def _parser() -> ArgumentParser:
@@ -138,6 +140,25 @@ def _config(settings: Namespace) -> CalibrationConfig:
 
     given = {field.name: settings[field.name] for field in fields(CalibrationConfig)}
     return build_section(CalibrationConfig, "calibrate", Namespace(**given))
+
+
+def _to_train(settings: Namespace, config: CalibrationConfig, results: dict[str, Any]) -> list[str]:
+    """The flags of `train`; where the schedule holds less than training would warn of, also what it is to warn of."""
+    from sparse_rl import specs
+    from sparse_rl.calibrate.analysis import tail_row
+    from sparse_rl.calibrate.config import SPARROW
+
+    name, given = specs.parse(settings.kv, "budget")
+    flags = [f"--kv.{key} {value}" for key, value in given.items()]
+    flags.append(f"--kv.budget {Path(settings.output) / 'schedule.json'}")
+    asked, notes = min(*results["targets"], *tail_row(results["floor"], config)), []
+    if asked < SPARROW and (config.overlap, config.tokens) == ("top20", "all") and config.tail != "mean":
+        flags.append(f"--control.target {math.floor(1000 * asked) / 1000:g}")
+        flags += ["--control.quantile 0.01"] if config.tail == "p01" else []
+        notes.append(
+            f"  (training warns of tails far under control.target, and {SPARROW} is more than can be held here)"
+        )
+    return [f"to train on it: sparse-rl train --kv.policy {name} {' '.join(flags)} ...", *notes]
 
 
 def _sampling(settings: Namespace) -> Sampling:
@@ -235,6 +256,4 @@ def _dry_run(
     print(
         f"{1 + len(budgets)} runs{once}, each at most {room:,} tokens; engine.rows {engine.rows} on {settings.device}"
     )
-    share = " of the dense cache's own" if config.relative else ""
-    which = f"lower end of {config.tail}" if config.sure else config.tail
-    print(f"target: {which} of {config.overlap} overlap over {config.tokens} tokens, {config.target}{share}")
+    print(f"target: {config.statistic}, {config.asks}")

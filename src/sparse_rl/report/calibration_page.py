@@ -9,6 +9,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
+from sparse_rl.calibrate import CalibrationConfig
 from sparse_rl.calibrate.search import as_schedule
 from sparse_rl.report.calibration_plots import Results, asked, draw_png, draw_svg, tails
 from sparse_rl.report.page import Html, document, markup, picture, table
@@ -52,7 +53,7 @@ def page(results: Results) -> str:
 def summary_lines(results: Results) -> list[str]:
     """The schedule for the terminal."""
     head, rows = schedule_table(results)
-    lines = [f"{asked(results)}, target {results['settings']['target']}"]
+    lines = [f"{asked(results)}, target {CalibrationConfig(**results['settings']).asks}"]
     widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
     for row in [head, *rows]:
         lines.append("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))

@@ -60,9 +60,7 @@ def tails(run: Results, results: Results) -> list[float]:
 
 def asked(results: Results) -> str:
     """The statistic that `tails` has, in words."""
-    settings = results["settings"]
-    over = "" if settings["tokens"] == "all" else ", decision tokens"
-    return f"{'lower end of ' * settings['sure']}{settings['tail']} of {settings['overlap']} overlap{over}"
+    return CalibrationConfig(**results["settings"]).statistic
 
 
 def _some(items: list[Any], most: int = SHOWN) -> list[Any]:

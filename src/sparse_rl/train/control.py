@@ -25,6 +25,7 @@ from typing import Any, Literal
 
 import torch
 
+from sparse_rl.calibrate.config import SPARROW, SPARROW_SHARE
 from sparse_rl.calibrate.search import MOST_BUDGETS, SPAN, budget_grid, with_budget
 from sparse_rl.kv import EvictPolicy, KVPolicy, SelectPolicy
 from sparse_rl.kv.schedule import MOST, Schedule
@@ -59,7 +60,7 @@ class ControlConfig:
 
     auto: bool = False
     statistic: Literal["tail", "hazard"] = "tail"
-    target: float = 0.86
+    target: float = SPARROW
     quantile: float = 0.05
     hazard: float = 1e-4
     bin: int = 2000
@@ -120,6 +121,7 @@ class Controller:
             if believed:  # it is taken to be the cheapest that passes
                 self.bins[-1].keep(self.bins[-1].level)
         self.evicts = isinstance(kv, EvictPolicy)
+        self.warned = False  # that no budget holds the target
 
     def _level(self, budget: int) -> int:
         return min(bisect_left(self.grid, budget), len(self.grid) - 1)
@@ -161,11 +163,39 @@ class Controller:
             self._pass(i, before, max(behind, default=0.0))
         for i in sorted(failed):
             self._fail(i, before)
+        if beyond := [i for i in sorted(failed) if self._at_top(i, before)]:
+            self._warn(beyond[0], measured)
         moved = {i for i, (old, new) in enumerate(zip(before, self.levels, strict=True)) if old != new}
         stale = {i for i in judged if self.evicts and i > min(moved, default=i)}
         for i in moved | stale:
             self.bins[i].fade(0.0)
         return len(moved & seen)
+
+    def _at_top(self, i: int, before: list[int]) -> bool:
+        """Whether a bin's tokens had the largest budget, and where entries are evicted always had."""
+        counted = [j for j in range(i + 1) if j == i or (self.evicts and self.bins[j].seen)]
+        return all(before[j] == len(self.grid) - 1 for j in counted)
+
+    def _warn(self, i: int, measured: list[BinTail]) -> None:
+        """Once: a bin fails with the largest budget, so that it would stay there for ever."""
+        if self.warned or self.config.statistic != "tail":
+            return
+        self.warned = True
+        where = f"from {i * self.config.bin} tokens of context on, more than {self.config.quantile:.0%} of the tokens"
+        sign = f"{where} have an overlap under control.target {self.config.target:g} with {self.grid[-1]} entries"
+        select = getattr(self.kv, "select_budget", None)
+        for name, limit in (("control.largest", self.config.largest), ("kv.select_budget", select)):
+            if limit is not None:
+                logger.warning("%s, and %s is %s; raise that, or lower control.target.", sign, name, limit)
+                return
+        tail = min((tail.quantile for tail in measured if tail.quantile is not None), default=None)
+        now = "" if tail is None else f", such as {SPARROW_SHARE * tail:.2f} ({SPARROW_SHARE} of the tail of now)"
+        logger.warning(
+            "%s, which leave nothing out: no budget holds it, and kv.budget stays there. Resume with a lower "
+            "control.target%s, or with control.statistic hazard.",
+            sign,
+            now,
+        )
 
     def _pass(self, i: int, before: list[int], behind: float) -> None:
         """Go on searching. behind: the worst share of the bins behind it"""

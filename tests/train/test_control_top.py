@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The largest budget that a search can choose: where that fails too, it would stay there for ever, and says so."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from control_plant import CONFIG, GRID, Plant, controller, grid_of, tail
+
+from sparse_rl.kv import RKV
+from sparse_rl.train.control import Controller
+
+
+@pytest.mark.parametrize("start", [0, 9])
+def test_a_target_that_no_budget_holds_is_said_once_with_what_to_do(start, caplog):
+    """Of the largest nothing is left out; from 1,000 tokens on a fifth of its tokens is bad, as with any budget."""
+    control = controller(GRID[start], bins=3)
+    for _ in range(60):
+        control.observe([tail(0.2 * (i > 0), start=1000 * i, quantile=(0.9, 0.5, 0.4)[i]) for i in range(3)])
+    assert control.levels[1:] == [17, 17]
+    (said,) = (record.getMessage() for record in caplog.records)
+    assert (
+        "from 1000 tokens of context on, more than 5% of the tokens have an overlap under control.target 0.86" in said
+    )
+    assert f"with {GRID[-1]} entries, which leave nothing out: no budget holds it" in said
+    assert "Resume with a lower control.target, such as 0.37 (0.915 of the tail of now)" in said
+
+
+@pytest.mark.parametrize(
+    ("config", "kv", "said"),
+    [
+        ({"largest": GRID[9]}, {}, f"and control.largest is {GRID[9]}; raise that, or lower control.target."),
+        ({}, {"select": "quest", "select_budget": 256}, "and kv.select_budget is 256; raise that"),
+    ],
+)
+def test_a_largest_budget_that_leaves_something_out_is_to_be_raised(config, kv, said, caplog):
+    config = replace(CONFIG, **config)
+    kv = RKV(budget=GRID[5], window=8, **kv)
+    control = Controller(config, kv, grid_of(config, kv), 1000)
+    for _ in range(60):
+        control.observe([tail(0.2)])
+    assert len(caplog.records) == 1 and said in caplog.text and "leave nothing out" not in caplog.text
+
+
+def test_a_target_that_is_held_is_not_warned_of(caplog):
+    for loss in (0.0, 2.0):
+        Plant([5, 8, 17], loss=loss).run(controller(GRID[0], bins=3), 100)
+    assert caplog.records == []
