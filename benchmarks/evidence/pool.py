@@ -63,6 +63,7 @@ def main(parts: dict[str, Callable[[Testbed], list[Cell]]], description: str | N
                 f"{name} is done, but its model is not in {args.models}: carry it there, so that all runs begin with "
                 f"the same weights, or make it anew with --only {name}, and then every result that began with it."
             )
+    _check_device(args.device)
     longest: dict[str, float] = {}  # seconds of the slowest cell of each kind so far
     for name in results.keys() & known.keys():
         _note(longest, known[name], results[name]["seconds"])
@@ -72,6 +73,15 @@ def main(parts: dict[str, Callable[[Testbed], list[Cell]]], description: str | N
     finally:
         signal.signal(signal.SIGTERM, before)
     sys.exit(1 if failed else 0)
+
+
+def _check_device(name: str) -> None:
+    from sparse_rl.model.load import check_device
+
+    try:
+        check_device(name)
+    except ValueError as error:
+        sys.exit(f"--{error}")
 
 
 def with_needs(names: list[str], known: dict[str, Cell], models: Path) -> list[str]:
