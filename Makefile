@@ -20,7 +20,7 @@ test-slow: .venv/ready
 ## test-gpu: the kernels, the engine and the learner on a GPU (8 minutes)
 test-gpu: .venv/ready
 	$(BIN)/python -m pytest --device cuda -n 12 -m 'not slow' tests/kernels tests/kv tests/model tests/rollout tests/score tests/bench \
-	  $(addprefix tests/train/test_,update.py layers.py learner_gpu.py lora.py optimizer.py)
+	  $(addprefix tests/train/test_,update.py layers.py learner_gpu.py lora.py optimizer.py processes_gpu.py)
 
 ## test-compat: the engine's tests on the oldest supported transformers, in an environment of their own
 test-compat:

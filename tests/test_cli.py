@@ -74,7 +74,7 @@ def test_compare_shows_both_and_the_overlap_of_every_token(tmp_path):
     assert row["overlap"][0] == pytest.approx(1.0, abs=1e-5), "the first token comes from the dense prefill"
     assert min(row["overlap"]) < 0.99
     assert "overlap_upper" not in row, "exact on a small vocabulary"
-    peaks = re.search(r"peak (\d+) entries against (\d+)", out)
+    peaks = re.search(r"peak (\d+) entries against (\d+), \d+ cuts$", out, re.MULTILINE)
     assert int(peaks[1]) < int(peaks[2]), "the other side is dense"
 
 

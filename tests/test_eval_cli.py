@@ -138,7 +138,7 @@ def test_settings_from_a_file(data, tmp_path):
         ("--models tiny --benchmarks lookup", "--output is missing"),
         ("--models tiny --benchmarks lookup --output out --kv rvk:64", "did you mean 'rkv'"),
         ("--models tiny --benchmarks lookup --output out --kv rkv:x", "neither a whole number nor a file"),
-        ("--models tiny --benchmarks lokup --output out", "did you mean lookup"),
+        ("--models tiny --benchmarks lokup --output out", "did you mean 'lookup'"),
         ("--models tiny --benchmarks lookup:pairs=1 --output out", "pairs is 1"),
         ("--models tiny tiny --benchmarks lookup --output out", "--models has 'tiny' twice"),
         ("--models tiny --benchmarks lookup --output out --n many", "n is 'many'"),

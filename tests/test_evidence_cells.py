@@ -239,9 +239,9 @@ def test_a_start_model_is_never_made_anew_unasked(evidence, tmp_path, monkeypatc
     monkeypatch.setattr(pool, "run", lambda cells, args, longest: begun.append(([c.name for c in cells], longest)))
     monkeypatch.setattr(pool, "STARTS", tmp_path / "none")
     (tmp_path / "none").mkdir()
-    folders = ["--results", str(tmp_path), "--models", str(tmp_path / "models"), "--only"]
+    flags = ["--results", str(tmp_path), "--models", str(tmp_path / "models"), "--device", "cpu", "--only"]
     for only in ("long-dense-s0", "long-warm"):
-        monkeypatch.setattr(sys, "argv", ["part_a.py", *folders, only])
+        monkeypatch.setattr(sys, "argv", ["part_a.py", *flags, only])
         with pytest.raises(SystemExit) as end:
             pool.main({}, None)
         assert ("carry it there" in str(end.value)) == (only == "long-dense-s0")
@@ -259,6 +259,15 @@ def test_the_models_that_results_began_with_come_with_the_repository(evidence, t
     pool.lay_out_starts(tmp_path)  # what is there stays
     assert (tmp_path / "long-warm" / "model.safetensors").read_bytes() == b"made anew"
     assert [path.name for path in tmp_path.iterdir()] == ["long-warm"]
+
+
+def test_a_device_that_is_not_there_is_said_before_any_cell(evidence, tmp_path, monkeypatch):
+    _, pool = evidence
+    monkeypatch.setattr(pool, "run", lambda *_: pytest.fail("a cell was begun"))
+    folders = ["--results", str(tmp_path), "--models", str(tmp_path / "models")]
+    monkeypatch.setattr(sys, "argv", ["part_a.py", *folders, "--device", "cuda:99", "--only", "long-warm"])
+    with pytest.raises(SystemExit, match=r"^--device 'cuda:99' cannot be used here \(.*\); use cpu\.$"):
+        pool.main({}, None)
 
 
 @pytest.mark.parametrize("accuracy", [0.5, 0.7, 0.9])

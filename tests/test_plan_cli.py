@@ -99,8 +99,8 @@ def test_recipes_and_models_at_hand_need_no_download():
 @pytest.mark.parametrize(
     ("arguments", "parts"),
     [
-        (["--shape", "qwen2.5-77b", "--gpu", "h200"], ["did you mean qwen2.5-7b?"]),
-        (["--gpu", "h2000"], ["--gpu 'h2000'", "did you mean h200?"]),
+        (["--shape", "qwen2.5-77b", "--gpu", "h200"], ["did you mean 'qwen2.5-7b'?"]),
+        (["--gpu", "h2000"], ["--gpu 'h2000'", "did you mean 'h200'?"]),
         (["--memory", "lots"], ["--memory is 'lots'"]),
         (["--ranks", "0"], ["--ranks is 0"]),
         (["--prompt", "0"], ["--prompt is 0"]),

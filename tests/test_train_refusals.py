@@ -30,6 +30,10 @@ BAD = {
     "top_p": (["--sampling.top_p", "0.9"], "sampling.top_p is 0.9, but training samples from the whole distribution"),
     "top_k": (["--sampling.top_k", "5"], "sampling.top_k is 5, but training samples from the whole distribution"),
     "temperature 0": (["--sampling.temperature", "0"], "sampling.temperature is 0, but training needs samples"),
+    "a dense sampler's adapter": (
+        ["--kv.policy", "full", "--distill.r", "4"],
+        "full is the dense model already; choose",
+    ),
     "nan": (["--learning_rate", ".nan"], "optimizer.learning_rate is nan; it must be 0 or more"),
     "missing config": (["--config", "nowhere.yaml"], "'nowhere.yaml' is neither a file nor a recipe; the recipes are"),
     "misspelt recipe": (["--config", "qwen2.5-1.5.yaml"], "(did you mean 'qwen2.5-1.5b.yaml'?)"),

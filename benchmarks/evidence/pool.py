@@ -65,6 +65,7 @@ def main(parts: dict[str, Callable[[Testbed], list[Cell]]], description: str | N
                 f"{name} is done, but its model is not in {args.models}: carry it there, so that all runs begin with "
                 f"the same weights, or make it anew with --only {name}, and then every result that began with it."
             )
+    _check_device(args.device)
     longest: dict[str, float] = {}  # seconds of the slowest cell of each kind so far
     for name in results.keys() & known.keys():
         _note(longest, known[name], results[name]["seconds"])
@@ -83,6 +84,15 @@ def lay_out_starts(models: Path) -> None:
             part = models / f"{start.name}.{os.getpid()}"
             shutil.copytree(start, part)
             os.replace(part, models / start.name)
+
+
+def _check_device(name: str) -> None:
+    from sparse_rl.model.load import check_device
+
+    try:
+        check_device(name)
+    except ValueError as error:
+        sys.exit(f"--{error}")
 
 
 def with_needs(names: list[str], known: dict[str, Cell], models: Path) -> list[str]:

@@ -236,7 +236,7 @@ def test_merge_keeps_what_has_another_label(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--shape", "qwen2.5-1.5"], "shape 'qwen2.5-1.5' is unknown; did you mean qwen2.5-1.5b?"),
+        (["--shape", "qwen2.5-1.5"], "shape 'qwen2.5-1.5' is unknown (did you mean 'qwen2.5-1.5b'?)"),
         (["--rows", "0"], "--rows is 0; it must be at least 1"),
         (["--rows", "65536"], "--rows is 65536; it must be at most 65535"),
         (["--prompt", "100", "--output", "40900"], "are 41000 tokens, but tiny has 40960 positions"),

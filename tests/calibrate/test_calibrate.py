@@ -308,6 +308,22 @@ def test_steps_are_measured_with_the_pages_of_the_prediction(monkeypatch):
         assert json.loads(out)["reading"]["page"] == 32 == sizes[kv.partition(":")[0], 64]
 
 
+def test_a_measurement_is_told_from_others_by_every_setting(tmp_path, monkeypatch):
+    monkeypatch.setattr("sparse_rl.bench.steps.time_step", lambda *args, show: (1e-3, 64.0))
+    file, plain = tmp_path / "cost.json", ["--shape", "tiny", "--device", "cpu", "--kv", "pages_mean:96", "--measure"]
+    named = "tiny, cpu, float32, pages_mean:96, 16 rows"
+    expected = {
+        named: [],
+        f"{named}, contexts [64, 128]": ["--contexts", "64", "128"],
+        f"{named}, page 32": ["--page", "32"],
+        f"{named}, bandwidth 1000000000.0, flops 1000000000.0": ["--bandwidth", "1e9", "--flops", "1e9"],
+    }
+    for flags in [*expected.values(), []]:
+        code, _, err = run("calibrate", "cost", *plain, *flags, "--result", str(file))
+        assert code == 0, err
+    assert [record["label"] for record in json.loads(file.read_text())] == list(expected)
+
+
 @pytest.mark.slow
 def test_the_cost_model_is_checked_on_this_machine(tmp_path):
     measured = ["--shape", "tiny", "--device", "cpu", "--rows", "2", "--contexts", "24", "--measure"]
@@ -325,7 +341,8 @@ def test_the_cost_model_is_checked_on_this_machine(tmp_path):
     found = json.loads(out)
     (step,) = found["steps"]
     (record,) = json.loads((tmp_path / "c.json").read_text())
-    assert record["label"] == "tiny, float32, rkv:budget=16,interval=4, 2 rows" and record["commit"] == found["commit"]
+    assert record["label"] == "tiny, cpu, float32, rkv:budget=16,interval=4, 2 rows, contexts [24]"
+    assert record["commit"] == found["commit"]
     assert record["results"]["worst_error"] == pytest.approx(abs(step["error"]), rel=1e-5)
     assert found["machine"]["fixed_s"] > 0 and step["error"] == pytest.approx(
         step["predicted_ratio"] / step["ratio"] - 1

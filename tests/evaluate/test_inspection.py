@@ -244,6 +244,8 @@ def test_without_matplotlib_there_is_still_the_page(tmp_path, capsys, monkeypatc
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
+        (["--kv", "rkv:40", "rkv:40"], "--kv has 'rkv:40' twice; give it once."),
+        (["--kv", "rkv:40", "full", "rkv:budget=40"], "'rkv:40' and 'rkv:budget=40', which are the same cache"),
         (["--kv", "quest:64", "pages_mean:32"], "cache 'pages_mean:32': kv.budget is 32, but the pages always read"),
         (["--kv", "rkv:budget=64,select=quest,select_budget=192"], "no more than 192 entries are ever held"),
         (["--prompt", "@BINARY"], "line 1 of BINARY is not text in UTF-8"),

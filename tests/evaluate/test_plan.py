@@ -61,7 +61,7 @@ def made(**changes):
         ({"models": ("",)}, "--models has nothing in it"),
         ({"benchmarks": ("lookup", "lookup")}, "--benchmarks has 'lookup' twice"),
         ({"benchmarks": ("lookup", "lookup:pairs=10")}, "'lookup' and 'lookup:pairs=10', which are the same"),
-        ({"benchmarks": ("gms8k",)}, "did you mean gsm8k"),
+        ({"benchmarks": ("gms8k",)}, "did you mean 'gsm8k'"),
         ({"kv": ("rkv:64", "rkv:budget=64")}, "which are the same cache"),
         ({"kv": ("full", "pages_mean:32")}, "cache 'pages_mean:32': .* the pages always read are 48"),
         ({"kv": ("rkv:budget=64,select=quest,select_budget=192",)}, "cache 'rkv:.*': .* no more than 192 entries"),

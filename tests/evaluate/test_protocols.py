@@ -135,5 +135,5 @@ def test_settings_that_cannot_be(change, message):
 
 
 def test_unknown_benchmarks():
-    with pytest.raises(ValueError, match="did you mean math500"):
+    with pytest.raises(ValueError, match="did you mean 'math500'"):
         PROTOCOLS["sparrow"].settings("math-500")

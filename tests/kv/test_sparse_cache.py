@@ -15,6 +15,7 @@ from schedules import named
 import sparse_rl
 from sparse_rl.kv import RKV, EvictPolicy, Full, SnapKV, Streaming, build_policy
 from sparse_rl.kv.sparse_cache import SparseCache
+from sparse_rl.model.tiny import FAMILIES
 from sparse_rl.rollout import Engine, EngineConfig, Sampling
 
 LENGTHS = (7, 41, 23, 30)  # the second and the fourth are over every budget below
@@ -344,6 +345,8 @@ def test_what_cannot_be_done_is_refused(tiny, prompts):
         model(ids, past_key_values=SparseCache())
     with pytest.raises(ValueError, match="assisted decoding"):
         model.generate(ids[1:], past_key_values=SparseCache(), prompt_lookup_num_tokens=3, max_new_tokens=9)
+    with pytest.raises(ValueError, match=r"has 10 columns, .* but for use_cache=False"):
+        model.generate(ids, attention_mask=mask, past_key_values=SparseCache(), use_cache=False, max_new_tokens=3)
     cache = SparseCache()
     with torch.no_grad():
         model(ids, attention_mask=mask, past_key_values=cache)
@@ -353,6 +356,14 @@ def test_what_cannot_be_done_is_refused(tiny, prompts):
             tiny(dtype=torch.float64).model(ids, past_key_values=cache)
     with pytest.raises(ValueError, match="output_attentions asks for weights"):
         model.generate(ids, past_key_values=SparseCache(), output_attentions=True, max_new_tokens=2)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_text_that_is_fed_again_is_refused(family, tiny):
+    model, cache = tiny(family).model, SparseCache()
+    ids = torch.arange(1, 9, device=model.device)[None]
+    with pytest.raises(ValueError, match=r"9 tokens begin at position 0, .* has seen 8: .* with use_cache=False"):
+        model.generate(ids, past_key_values=cache, use_cache=False, max_new_tokens=3)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import logging
+from functools import partial
 
 import huggingface_hub
 import pytest
@@ -12,6 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from sparse_rl.kernels.prefill import packed_attention
+from sparse_rl.model import attention
+from sparse_rl.model import dry_run as dry_run_module
 from sparse_rl.model.attention import NAME, UnsupportedModelError
 from sparse_rl.model.dry_run import _Recorder, dry_run
 from sparse_rl.model.load import load, load_reader, stop_ids
@@ -26,6 +30,7 @@ SMALL = {
     "num_key_value_heads": 2,
     "head_dim": 16,
     "max_position_embeddings": 256,
+    "initializer_range": 0.12,  # else attention hardly counts, and half precision hides which
 }
 
 REFUSED = {
@@ -49,14 +54,56 @@ REFUSED = {
 }
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("case", REFUSED)
-def test_unsupported_models_are_refused(case):
+def test_unsupported_models_are_refused(case, dtype):
     model_type, settings, message = REFUSED[case]
     config = AutoConfig.for_model(model_type, **{**SMALL, **settings})
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=NAME).eval()
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=NAME, dtype=dtype).eval()
     with pytest.raises(UnsupportedModelError, match=message):
         dry_run(model)
+
+
+half_model = partial(tiny_model, dtype=torch.bfloat16)
+
+
+def noisy_model():
+    """Sharp attention in many layers amplifies rounding: logits of bf16 are 0.2 of their spread off."""
+    model = half_model(seed=2, num_hidden_layers=32)
+    for name, weight in model.named_parameters():
+        if "q_proj" in name or "k_proj" in name:
+            weight.data.mul_(3)
+    return model
+
+
+def test_a_model_that_rounding_moves_far_is_not_refused(monkeypatch):
+    model = noisy_model()
+    assert dry_run(model).dtype == torch.bfloat16 and model.config._attn_implementation == NAME
+    monkeypatch.setattr(dry_run_module, "_in_float32", lambda given: given)
+    with pytest.raises(UnsupportedModelError, match="other logits"):
+        dry_run(model)
+
+
+@pytest.mark.parametrize("fault", [{"scale": 0.05}, {"window": 2}, {"boundaries": [0, 4, 12]}, {"boundaries": [0, 12]}])
+@pytest.mark.parametrize(
+    ("make", "kernels"), [(half_model, "all"), (half_model, "of half precision"), (noisy_model, "all")]
+)
+def test_attention_that_is_wrong_is_refused_in_half_precision(make, kernels, fault, monkeypatch):
+    def wrong(q, k, v, boundaries, **settings):
+        given = settings | (fault if kernels == "all" or q.dtype == torch.bfloat16 else {})
+        return packed_attention(q, k, v, given.pop("boundaries", boundaries), **given)
+
+    monkeypatch.setattr(attention, "packed_attention", wrong)
+    with pytest.raises(UnsupportedModelError, match="other logits"):
+        dry_run(make())
+
+
+@pytest.mark.parametrize("make", [half_model, noisy_model])
+def test_positions_that_are_wrong_are_refused_in_half_precision(make, monkeypatch):
+    monkeypatch.setattr(dry_run_module, "packed_positions", lambda boundaries, device: torch.arange(12)[None] % 3)
+    with pytest.raises(UnsupportedModelError, match="other logits"):
+        dry_run(make())
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -27,7 +27,7 @@ def test_devices():
     assert choose_device("cpu", memory="24GB") == Device(name="a GPU of 24.0 GB", memory=24 * 10**9)
     assert all(choose_device("cpu", gpu=name.upper()).memory > 10**10 for name in GPUS)
     assert not choose_device("cpu").cuda
-    with pytest.raises(ValueError, match="did you mean h200"):
+    with pytest.raises(ValueError, match="did you mean 'h200'"):
         choose_device("cpu", gpu="h20")
     with pytest.raises(ValueError, match="leave one out"):
         choose_device("cpu", gpu="h200", memory="1GB")

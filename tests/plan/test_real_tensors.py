@@ -82,7 +82,7 @@ def test_the_pool_and_the_rows_are_the_engine_s(family, policy):
 def test_the_sampler_s_adapter_and_its_state_are_the_distiller_s(dtype):
     model = tiny_model("qwen2", dtype=dtype)
     loaded = LoadedModel(model=model, tokenizer=tiny_tokenizer(), shape=dry_run(model))
-    distiller = Distiller(loaded, DistillConfig(r=3, merged=True), RKV(), 0, Processes())
+    distiller = Distiller(loaded, DistillConfig(r=3, merged=True), 0, Processes())
     masters, own = distiller.learner.masters.masters, list(distiller.adapter.parameters())
     for master in masters:
         master.grad = torch.zeros_like(master)

@@ -312,7 +312,7 @@ def test_lookups_are_generated(spec):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("gsm9k", "did you mean gsm8k"),
+        ("gsm9k", "did you mean 'gsm8k'"),
         ("zzz", "choose one of gsm8k, math500"),
         ("gsm8k:pairs=2", "gsm8k takes no settings"),
         ("lookup:pairs=1", "pairs is 1; .* it must lie between 2 and"),

@@ -11,7 +11,7 @@ import pytest
 
 from sparse_rl.metrics import read_log
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]  # far less where the GPU is its own
 SETTINGS = {
     "trainer.steps": 3,
     "trainer.prompts_per_step": 4,

@@ -37,7 +37,8 @@ ANCHOR = 128  # tokens of the context at which the fixed cost is measured
 
 
 def run(arguments: list[str]) -> None:
-    settings = parse(_parser(), arguments)
+    parser = _parser()
+    settings = parse(parser, arguments)
     from sparse_rl.bench.record import merge
     from sparse_rl.calibrate.cost import Reading
     from sparse_rl.evaluate.plan import parse_cache
@@ -55,7 +56,7 @@ def run(arguments: list[str]) -> None:
         assert policy is not None
         results = _measure(settings, policy, reading)
         if settings.result is not None:
-            merge(Path(settings.result), _record(results))
+            merge(Path(settings.result), _record(results, _changed(settings, parser)))
     else:
         results = _predict(settings, shape_model(settings.shape, 2), reading, _machine(settings))
     print(json.dumps(results, indent=1) if settings.json else "\n".join(lines(results)))
@@ -231,7 +232,7 @@ def _measure(settings: Namespace, policy: KVPolicy, reading: Reading) -> dict[st
         "kv": settings.kv,
         "machine": asdict(machine),
         "reading": asdict(reading),
-        "work": {"rows": config.rows, "dtype": config.dtype},
+        "work": {"rows": config.rows, "dtype": config.dtype, "device": config.device},
         "steps": steps,
     }
 
@@ -272,10 +273,17 @@ def _compared(context: int, dense: tuple[float, float], sparse: tuple[float, flo
     }
 
 
-def _record(results: dict[str, Any]) -> dict[str, Any]:
+def _changed(settings: Namespace, parser: ArgumentParser) -> list[str]:
+    """The settings of a measurement that are not the default, but for those of its name."""
+    given = {name: settings[name] for name in ("contexts", "page", "bandwidth", "flops")}
+    return [f"{name} {value}" for name, value in given.items() if value != parser.get_default(name)]
+
+
+def _record(results: dict[str, Any], changed: list[str]) -> dict[str, Any]:
     """As the other benchmarks keep theirs."""
     work, steps = results["work"], results["steps"]
-    label = f"{results['shape']}, {work['dtype']}, {results['kv']}, {work['rows']} rows"
+    named = [results["shape"], work["device"], work["dtype"], results["kv"], f"{work['rows']} rows"]
+    label = ", ".join([*named, *changed])
     kept = {name: results[name] for name in ("command", "commit", "hardware", "versions")}
     settings = {"shape": results["shape"], "kv": results["kv"], **work, "contexts": [s["context"] for s in steps]}
     found = {"machine": results["machine"], "steps": steps, "worst_error": max(abs(s["error"]) for s in steps)}

@@ -58,11 +58,11 @@ def run(arguments: list[str]) -> None:
 
         given = read_text(Path(given[1:]).read_bytes(), given[1:])
     from sparse_rl.evaluate.inspection import answer, read
-    from sparse_rl.evaluate.plan import usable_cache
+    from sparse_rl.evaluate.plan import usable_caches
     from sparse_rl.model.load import load
     from sparse_rl.report.inspect_page import summary_lines, write_inspection
 
-    policies = {spec: usable_cache(spec) for spec in settings.kv}
+    policies = usable_caches(settings.kv)
     folder = Path(settings.output)
     if folder.is_file():
         raise ValueError(f"--output {settings.output!r} is a file; name a folder.")

@@ -81,7 +81,7 @@ def read(arguments: list[str], parser: ArgumentParser) -> tuple[Namespace, Any, 
         "config": build_section(TrainerConfig, "trainer", settings["trainer"]),
         "grading": build_section(GradingConfig, "grading", settings["grading"]),
     }
-    check_settings(parts["sampling"], parts["update"], parts["kv"], parts["config"])
+    check_settings(*(parts[name] for name in ("sampling", "update", "kv", "config", "distill")))
     return settings, task, parts
 
 

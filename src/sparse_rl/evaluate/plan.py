@@ -7,6 +7,7 @@ A cache is written as `full`, `rkv:128` (its budget) or `rkv:budget=128,interval
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
@@ -83,21 +84,14 @@ class Evaluation:
             given = getattr(self, name)
             if not given or not all(given):
                 raise ValueError(f"--{name} has nothing in it; give at least one.")
-            for value in given:
-                if given.count(value) > 1:
-                    raise ValueError(f"--{name} has {value!r} twice; give it once.")
+            _check_once(name, given)
         if self.protocol not in PROTOCOLS:
             raise ValueError(f"protocol is {self.protocol!r}; choose one of {', '.join(PROTOCOLS)}.")
         if self.dtype is not None and self.dtype not in DTYPES:
             raise ValueError(f"dtype {self.dtype!r} is unknown; choose one of {', '.join(DTYPES)}.")
         if self.problems is not None and self.problems < 1:
             raise ValueError(f"problems is {self.problems}; it must be at least 1.")
-        policies: dict[str, str] = {}
-        for spec in self.kv:
-            policy = usable_cache(spec, self.engine.page_size)
-            same = policies.setdefault(repr(policy), spec)
-            if same != spec:
-                raise ValueError(f"--kv has {same!r} and {spec!r}, which are the same cache; leave one out.")
+        usable_caches(self.kv, self.engine.page_size)
         sets: dict[tuple[str, Lookup | None], str] = {}
         for benchmark in self.benchmarks:
             same = sets.setdefault((benchmark.partition(":")[0], find(benchmark).lookup), benchmark)
@@ -133,6 +127,24 @@ class Evaluation:
 def parse_cache(spec: str) -> KVPolicy:
     """The policy that `full`, `rkv:128` or `rkv:budget=128,interval=32` stands for."""
     return build("cache", spec, POLICIES, first="budget")
+
+
+def usable_caches(specs: Sequence[str], page_size: int | None = None) -> dict[str, KVPolicy]:
+    """The policy of each cache of --kv; no two are the same."""
+    _check_once("kv", specs)
+    policies = {spec: usable_cache(spec, page_size) for spec in specs}
+    first: dict[str, str] = {}
+    for spec, policy in policies.items():
+        same = first.setdefault(repr(policy), spec)
+        if same != spec:
+            raise ValueError(f"--kv has {same!r} and {spec!r}, which are the same cache; leave one out.")
+    return policies
+
+
+def _check_once(name: str, given: Sequence[str]) -> None:
+    for value in given:
+        if given.count(value) > 1:
+            raise ValueError(f"--{name} has {value!r} twice; give it once.")
 
 
 def usable_cache(spec: str, page_size: int | None = None) -> KVPolicy:

@@ -26,8 +26,6 @@ def inside(select: str, budget: int | str | None) -> SelectPolicy | None:
                 f"{' or '.join(INSIDE)}, or leave kv.select_budget out."
             )
         return None
-    if select not in INSIDE:
-        raise ValueError(f"kv.select is {select!r}; choose one of none, {', '.join(INSIDE)}.")
     if budget is None:
         raise ValueError(f"kv.select is {select}, but kv.select_budget is missing; say how many entries it reads.")
     try:

@@ -16,6 +16,7 @@ import torch
 from sparse_rl.kernels.compact import select_and_compact
 from sparse_rl.kv.schedule import MOST, Schedule, load
 from sparse_rl.model.dry_run import AttentionShape
+from sparse_rl.specs import check_choices
 
 if TYPE_CHECKING:
     from sparse_rl.kv.select import SelectPolicy
@@ -121,7 +122,7 @@ class EvictPolicy(KVPolicy, ABC):
         at_least(self, "sinks", 0)
         if type(self.protect_prompt) is not bool:
             raise ValueError(f"kv.protect_prompt is {self.protect_prompt!r}; it must be true or false.")
-        one_of(self, "index", "per_head", "shared")
+        check_choices(self, "kv")
         needed = self.sinks + self.num_recent
         least = self.schedule.budgets[0]
         if least < needed:
@@ -269,10 +270,3 @@ def between(policy: KVPolicy, field: str, low: float, high: float) -> None:
     given = getattr(policy, field)
     if isinstance(given, bool) or not isinstance(given, int | float) or not low <= given <= high:
         raise ValueError(f"kv.{field} is {given!r}; it must be a number between {low:g} and {high:g}.")
-
-
-def one_of(policy: KVPolicy, field: str, *choices: str) -> None:
-    """Raise unless a setting of the policy is one of these."""
-    given = getattr(policy, field)
-    if given not in choices:
-        raise ValueError(f"kv.{field} is {given!r}; choose " + " or ".join(f'"{choice}"' for choice in choices) + ".")

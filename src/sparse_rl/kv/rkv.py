@@ -16,7 +16,7 @@ import torch
 
 from sparse_rl.kernels.compact import compact_ref, select_ref
 from sparse_rl.kernels.importance import redundancy
-from sparse_rl.kv.policy import Entries, between, one_of
+from sparse_rl.kv.policy import Entries, between
 from sparse_rl.kv.snapkv import SnapKV
 
 
@@ -38,7 +38,6 @@ class RKV(SnapKV):
     def __post_init__(self) -> None:
         between(self, "lam", 0.0, 1.0)
         between(self, "threshold", -1.0, 1.0)
-        one_of(self, "order", "position", "score")
         SnapKV.__post_init__(self)
 
     @property

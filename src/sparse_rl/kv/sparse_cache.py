@@ -174,17 +174,30 @@ class SparseCache(Cache):
 
     # What our attention asks for.
 
-    def context(self, num_layers: int, padding_BS: torch.Tensor | None) -> SparseCache:
+    def context(
+        self, num_layers: int, padding_BS: torch.Tensor | None, positions_BT: torch.Tensor | None
+    ) -> SparseCache:
         if self.pool is not None and num_layers != self.num_layers:
             raise UnsupportedModelError(
                 f"a model of {num_layers} layers on a SparseCache that holds the entries of {self.num_layers}; use one "
                 "cache a model, or call reset()."
             )
         if self.next_layer == 0:  # or the pass is under way
+            self._check_positions(positions_BT)
             self._check_padding(padding_BS)
             self.seen_BS = self.seen_BS if padding_BS is None else padding_BS
         self.num_layers, self.padding_BS = num_layers, padding_BS
         return self
+
+    def _check_positions(self, positions_BT: torch.Tensor | None) -> None:
+        """Several tokens go on behind what was seen; one alone is not looked at, which would wait for the device."""
+        if not self.num_columns or positions_BT is None or positions_BT.shape[-1] == 1 or positions_BT[..., 0].any():
+            return
+        raise ValueError(
+            f"{positions_BT.shape[-1]} tokens begin at position 0, but this SparseCache has seen {self.num_columns}: "
+            "the text is fed again, as generate does with use_cache=False. Leave use_cache on, or call reset() for "
+            "other prompts."
+        )
 
     def _check_padding(self, padding_BS: torch.Tensor | None) -> None:
         """A token that was stored cannot become padding, nor the other way round."""

@@ -52,7 +52,9 @@ class AttentionContext(Protocol):
 class KeyHolder(Protocol):
     """What a cache puts into the attribute HOLDER of the keys it hands out."""
 
-    def context(self, num_layers: int, padding_BS: torch.Tensor | None) -> AttentionContext:
+    def context(
+        self, num_layers: int, padding_BS: torch.Tensor | None, positions_BT: torch.Tensor | None
+    ) -> AttentionContext:
         """Who attends; the mask is true where a token is none of the padding, B x (seen + T)."""
         ...
 
@@ -122,7 +124,8 @@ def attention(
         )
     holder: KeyHolder | None = getattr(key, HOLDER, None)
     if holder is not None and (attention_mask is None or attention_mask.ndim == 2):
-        kv, attention_mask = holder.context(module.config.num_hidden_layers, attention_mask), None  # type: ignore[union-attr,arg-type]
+        num_layers: int = module.config.num_hidden_layers  # type: ignore[union-attr,assignment]
+        kv, attention_mask = holder.context(num_layers, attention_mask, kwargs.get("position_ids")), None
     if attention_mask is not None and attention_mask.ndim == 2:
         raise ValueError(
             "got a padding mask, which this attention does not read: pack the rows (`kv=PackedRows(...)`), generate "
@@ -164,8 +167,8 @@ def attention_mask(
     if attention_mask is not None and attention_mask.shape[-1] < kv_offset + kv_length:
         raise ValueError(
             f"the attention mask has {attention_mask.shape[-1]} columns, but with what the cache has seen there are "
-            f"{kv_offset + kv_length} tokens: a used cache goes on from all it has seen, so give that and what is new, "
-            "or make a new cache."
+            f"{kv_offset + kv_length} tokens: a used cache goes on from all it has seen, so give that and what is new "
+            "(generate does, but for use_cache=False), or make a new cache."
         )
     if attention_mask is not None and not bool(attention_mask.all()):
         return attention_mask

@@ -3,17 +3,20 @@
 
 The library's own support flags are no test. A model passes if our attention function is called exactly once a layer,
 in order, with plain arguments, every layer is full or sliding attention, and a few tokens packed twice into one row
-give the logits of the model with its own attention and its own positions.
+give the logits of the model with its own attention and its own positions, to rounding.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
 from transformers import PreTrainedModel
 
 from sparse_rl.model.attention import NAME, PackedRows, UnsupportedModelError, no_mask, packed_positions
@@ -21,6 +24,7 @@ from sparse_rl.model.attention import NAME, PackedRows, UnsupportedModelError, n
 logger = logging.getLogger(__name__)
 
 PROBE_TOKENS = 6
+HALF = (torch.bfloat16, torch.float16)
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
@@ -130,13 +134,19 @@ def check_logits(model: PreTrainedModel) -> None:
     model.eval()
     try:
         packed, own = _probe(model, ids)
+        difference, spread = (packed - own).abs().mean(), own.std()
+        half = model.dtype in HALF
+        agree = difference <= (0.1 if half else 1e-3) * spread
+        if half and not agree:  # perhaps rounding moves it far: then the two agree in fp32, and rounding is as large
+            with _InFloat32():
+                exact_packed, exact = _probe(model, ids)
+            agree = (exact_packed - exact).abs().mean() <= 1e-3 * exact.std()
+            agree &= difference <= 3 * (own - exact).abs().mean()  # seen: 1.5
     finally:
         model.set_attn_implementation(NAME)
         for module, training in modes:
             module.training = training
-    difference, spread = (packed - own).abs().mean(), own.std()
-    tolerance = 1e-3 if model.dtype.itemsize >= 4 else 0.1  # half precision rounds differently at every layer
-    if not difference <= tolerance * spread:
+    if not agree:
         raise UnsupportedModelError(
             f"{name} gives other logits with its own attention or positions (mean difference {difference:.2g}, spread "
             f"{spread:.2g}); sparse_rl would sample from the wrong distribution."
@@ -146,6 +156,7 @@ def check_logits(model: PreTrainedModel) -> None:
 def _probe(model: PreTrainedModel, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits of the ids with our attention, packed behind themselves, and with the model's own."""
     boundaries = [0, PROBE_TOKENS, 2 * PROBE_TOKENS]
+    model.set_attn_implementation(NAME)
     with _as_unsupported(type(model).__name__):
         packed = model(
             input_ids=ids.repeat(2)[None],
@@ -159,6 +170,21 @@ def _probe(model: PreTrainedModel, ids: torch.Tensor) -> tuple[torch.Tensor, tor
     with _as_unsupported(type(model).__name__):
         own = model(input_ids=ids[None], use_cache=False).logits[0]
     return packed.float(), own.float()
+
+
+class _InFloat32(TorchFunctionMode):
+    """Every call on tensors in half precision is made in fp32: a copy of one weight at a time, not of the model."""
+
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return function(*tree_map(_in_float32, args), **tree_map(_in_float32, kwargs or {}))
+
+
+def _in_float32(given: Any) -> Any:
+    if isinstance(given, torch.Tensor) and given.dtype in HALF:
+        return given.float()
+    return torch.float32 if isinstance(given, torch.dtype) and given in HALF else given
 
 
 @contextmanager

@@ -7,7 +7,6 @@ so that long outputs can be measured.
 
 from __future__ import annotations
 
-from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from sparse_rl.model import tiny
 from sparse_rl.model.attention import NAME
 from sparse_rl.model.dry_run import dry_run
 from sparse_rl.model.load import LoadedModel, check_device
+from sparse_rl.specs import suggestion
 
 POSITIONS = 40960
 
@@ -84,9 +84,8 @@ SHAPES: dict[str, dict[str, Any]] = {
 def shape_config(name: str) -> PretrainedConfig:
     """The configuration of a shape; no token ends a text."""
     if name not in SHAPES:
-        close = get_close_matches(name.lower(), SHAPES, n=1, cutoff=0.5)
-        hint = f"did you mean {close[0]}? " if close else ""
-        raise ValueError(f"shape {name!r} is unknown; {hint}The shapes are {', '.join(SHAPES)}.")
+        hint = suggestion(name.lower(), SHAPES)
+        raise ValueError(f"shape {name!r} is unknown{hint}; choose one of {', '.join(SHAPES)}.")
     settings = dict(SHAPES[name])
     return AutoConfig.for_model(
         settings.pop("model_type"), bos_token_id=None, eos_token_id=None, pad_token_id=None, **settings

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import os
 import re
-from difflib import get_close_matches
 
 import torch
 
 from sparse_rl.model.load import check_device
 from sparse_rl.plan.records import Device
+from sparse_rl.specs import suggestion
 
 # GiB that torch reports, about; the device at hand is asked.
 GPUS = {
@@ -38,9 +38,8 @@ def choose_device(device: str, *, gpu: str | None = None, memory: str | None = N
         raise ValueError("--gpu and --memory both say how much memory there is; leave one out.")
     if gpu is not None:
         if gpu.lower() not in GPUS:
-            close = get_close_matches(gpu.lower(), GPUS, n=1, cutoff=0.4)
-            hint = f"did you mean {close[0]}? " if close else ""
-            raise ValueError(f"--gpu {gpu!r} is unknown; {hint}known are {', '.join(GPUS)}; or give --memory.")
+            hint = suggestion(gpu.lower(), GPUS)
+            raise ValueError(f"--gpu {gpu!r} is unknown{hint}; choose one of {', '.join(GPUS)}, or give --memory.")
         return Device(name=gpu.upper(), memory=int(GPUS[gpu.lower()] * 2**30))
     if memory is not None:
         count = parse_bytes(memory)

@@ -47,8 +47,7 @@ def summary(dense: Rollout, sparse: Rollout, overlap_T: torch.Tensor) -> str:
     return (
         f"overlap mean {overlap_T.mean():.3f}, p05 {overlap_T.quantile(0.05):.3f}, min {overlap_T.min():.3f}; "
         f"{diverged}; KV saved {100 * sparse.kv.saved_frac:.0f} %, read {100 * sparse.kv.read_frac:.0f} %, "
-        f"peak {sparse.kv.peak} entries against {dense.kv.peak}, "
-        f"{sparse.kv.num_compressions} compressions"
+        f"peak {sparse.kv.peak} entries against {dense.kv.peak}, {sparse.kv.num_compressions} cuts"
     )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from sparse_rl.kernels.backend import upcast
 from sparse_rl.score.head import Head, chunks
 
 
@@ -21,8 +22,7 @@ def logprobs_at(
     """(T, k), fp32 (fp64 of an fp64 model)."""
 
     def normalised(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        logits = logits if logits.dtype == torch.float64 else logits.float()
-        return torch.log_softmax(logits / temperature, dim=-1).gather(-1, ids)
+        return torch.log_softmax(upcast(logits) / temperature, dim=-1).gather(-1, ids)
 
     if head.map is None:
         return normalised(head.model(**inputs, logits_to_keep=predicting).logits[0], ids_Tk)

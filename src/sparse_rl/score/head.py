@@ -16,6 +16,7 @@ import torch
 from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
+from sparse_rl.kernels.backend import upcast
 from sparse_rl.kernels.logprob import logprob_gradient, logsumexp, most_likely
 
 CHUNK_LOGITS = {"cpu": 1 << 24, "cuda": 1 << 28}  # held at once; fewer make slow products on a GPU
@@ -179,8 +180,7 @@ def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
 def _scores(
     logits: torch.Tensor, token_ids: torch.Tensor, temperature: float, at_ids: torch.Tensor | None, num_top: int
 ) -> TokenScores:
-    logits = logits if logits.dtype == torch.float64 else logits.float()
-    logprobs = torch.log_softmax(logits / temperature, dim=-1)
+    logprobs = torch.log_softmax(upcast(logits) / temperature, dim=-1)
     top = logprobs.detach().topk(num_top, dim=-1) if num_top else None
     return TokenScores(
         logprobs=logprobs.gather(-1, token_ids[:, None])[:, 0],

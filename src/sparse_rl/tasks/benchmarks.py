@@ -10,11 +10,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Literal
 
-from sparse_rl.specs import build
+from sparse_rl.specs import build, suggestion
 from sparse_rl.tasks import benchmark_rows as rows_of
 from sparse_rl.tasks.benchmark_rows import Hub, Problem, check_rows, read_lines, renamed, row_check
 from sparse_rl.tasks.files import Row
@@ -160,9 +159,8 @@ def find(name: str) -> Benchmark:
     """The benchmark of a name; generated ones may have settings, as in lookup:pairs=15."""
     base, colon, _ = name.partition(":")
     if base not in BENCHMARKS:
-        near = get_close_matches(base, BENCHMARKS, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(BENCHMARKS)}."
-        raise ValueError(f"benchmark {name!r} is unknown; {hint}")
+        hint = suggestion(base, BENCHMARKS)
+        raise ValueError(f"benchmark {name!r} is unknown{hint}; choose one of {', '.join(BENCHMARKS)}.")
     benchmark = BENCHMARKS[base]
     if benchmark.lookup:
         return replace(benchmark, name=name, lookup=build("benchmark", name, {"lookup": Lookup}))

@@ -14,6 +14,7 @@ from sparse_rl.objective.advantage import Estimator
 from sparse_rl.rollout import Sampling
 from sparse_rl.specs import check_choices
 from sparse_rl.tasks import Rows, Task
+from sparse_rl.train.distill import DistillConfig
 from sparse_rl.train.update import UpdateConfig
 
 if TYPE_CHECKING:  # which imports this module
@@ -76,7 +77,9 @@ def check_run(config: RunConfig) -> None:
         raise ValueError("trainer.output_dir is empty; name a folder.")
 
 
-def check_settings(sampling: Sampling, update: UpdateConfig, kv: KVPolicy, config: TrainerConfig) -> None:
+def check_settings(
+    sampling: Sampling, update: UpdateConfig, kv: KVPolicy, config: TrainerConfig, distill: DistillConfig
+) -> None:
     """Refuse what would make the importance ratios, or the advantages, meaningless."""
     for name, off in (("top_p", 1.0), ("top_k", None)):
         if getattr(sampling, name) != off:
@@ -98,6 +101,8 @@ def check_settings(sampling: Sampling, update: UpdateConfig, kv: KVPolicy, confi
         )
     if isinstance(kv, Full) and config.best_metric != BEST[0]:
         raise ValueError(f"trainer.best_metric is {config.best_metric!r}, but kv.policy full has no sparse cache.")
+    if isinstance(kv, Full) and distill.r:
+        raise ValueError("distill.r is given, but kv.policy full is the dense model already; choose a sparse policy.")
 
 
 def check_model(model: PreTrainedModel) -> None:

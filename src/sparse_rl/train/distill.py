@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from sparse_rl.kv import Full, KVPolicy
+from sparse_rl.kv import KVPolicy
 from sparse_rl.kv.replay import ReplayedRows
 from sparse_rl.model.load import LoadedModel
 from sparse_rl.model.sampler_adapter import Merged, SamplerAdapter, frozen
@@ -84,13 +84,7 @@ class DistillConfig:
 class Distiller:
     """The sampler's adapter and its optimiser."""
 
-    def __init__(
-        self, loaded: LoadedModel, config: DistillConfig, kv: KVPolicy, seed: int, processes: Processes
-    ) -> None:
-        if isinstance(kv, Full):
-            raise ValueError(
-                "distill.r is given, but kv.policy full is the dense model already; choose a sparse policy."
-            )
+    def __init__(self, loaded: LoadedModel, config: DistillConfig, seed: int, processes: Processes) -> None:
         self.model, self.config = loaded.model, config
         self.adapter = SamplerAdapter(loaded.model, config.r, config.alpha, seed)
         masters = MasterWeights(self.adapter)

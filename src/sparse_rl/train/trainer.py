@@ -100,11 +100,11 @@ class Trainer:
         self.sampling = replace(
             sampling or Sampling(n=8), top_logprobs=overlap_ids(loaded.vocab_size), seed=self.config.seed
         )
-        check_settings(self.sampling, self.update_config, self.kv, self.config)
+        check_settings(self.sampling, self.update_config, self.kv, self.config, self.distill_config)
         check_model(loaded.model)
         self.distiller: Distiller | None = None
         if self.distill_config.r:
-            self.distiller = Distiller(loaded, self.distill_config, self.kv, self.config.seed, self.processes)
+            self.distiller = Distiller(loaded, self.distill_config, self.config.seed, self.processes)
         if self.lora_config.r:
             add_adapters(loaded.model, self.lora_config, self.config.seed)
         if self.processes.grouped:
