@@ -6,14 +6,16 @@ from __future__ import annotations
 import importlib
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 from commands import run
 
 from sparse_rl.calibrate import Calibration, CalibrationConfig, CalibrationObserver, calibrate
-from sparse_rl.calibrate.analysis import tail_row
+from sparse_rl.calibrate.analysis import tail_row, targets
 from sparse_rl.calibrate.floor import judge_dense
+from sparse_rl.calibrate.search import cheapest
 from sparse_rl.calibrate.tokens import Tokens
 from sparse_rl.kv import RKV, Full
 from sparse_rl.model.load import load
@@ -161,3 +163,18 @@ def test_the_command(tmp_path):
     assert 0.915 * min(floors) - 1e-3 <= target <= 0.915 * min(floors) < 0.86, "what training can hold"
     code, _, err = run("train", *given.split("sparse-rl train ")[1].removesuffix(" ...").split(), "--dry-run")
     assert code == 0, err
+
+
+@pytest.mark.parametrize("policy", ["snapkv", "pages_mean"])
+def test_the_page_has_the_budgets_that_a_real_model_needs_relative_to_its_floor(policy):
+    root = Path(__file__).parents[2]
+    results = json.loads((root / "benchmarks" / "results" / "calibrate_smollm2" / f"{policy}.json").read_text())
+    config = replace(CalibrationConfig(**(results["settings"] | {"budgets": ()})), relative=True, target=None)
+    floors = [each["top20"]["all"]["p05"] for each in results["floor"]["bins"]]
+    tails = np.array([tail_row(run, config) for run in results["runs"]])
+    found = cheapest(tails, results["budgets"], [start for start, _ in results["bins"]], targets(config, floors))
+    assert all(found.met)
+    budgets = " | ".join(str(found.schedule.at(start)) for start, _ in results["bins"])
+    rows = (root / "docs" / "calibrate.md").read_text(encoding="utf-8").splitlines()
+    name = {"snapkv": "SnapKV", "pages_mean": "`pages_mean`"}[policy]
+    assert f"| {name} | {budgets} |" in rows
