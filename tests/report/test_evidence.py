@@ -31,7 +31,7 @@ from sparse_rl.report.evidence import (
 )
 from sparse_rl.report.evidence_claims import FAILS, HOLDS, UNTESTED, tail_beats_mean, verdicts
 from sparse_rl.report.evidence_page import page
-from sparse_rl.report.evidence_tables import presets_table
+from sparse_rl.report.evidence_tables import before_table, presets_table
 
 ROOT = Path(__file__).parents[2]
 DRAWN = ("arms-short", "curves-short", "matrix-short", "budget-short", "tails-short", "length-short", "predictors")
@@ -240,6 +240,18 @@ def test_corrections_against_the_papers_by_hand():
     own = {line.split(" | ")[0].removeprefix("| "): line.split(" | ")[1:3] for line in lines[4:]}
     assert own["reject_only"] == ["**-0.030 ± 0.008**"] * 2 and own["naive"] == ["**-0.500 ± 0.008**"] * 2
     assert own["tis"] == ["missing", "+0.020 ± 0.008"] and "sparse_rl" not in own
+
+
+def test_what_was_known_before_stands_beside_what_came_of_it():
+    records = [made_up.before("short", "rkv", 60, overlap_p05=0.9 + 0.02 * seed, rejection=0.25) for seed in range(3)]
+    records += [made_up.before("short", "snapkv", 60, overlap_p05=0.1), *made_up.seeds("short", "naive", 60, 0.4)]
+    head, _, *rows = before_table(Evidence(tuple(records)), ["short"]).splitlines()[2:]
+    names = head.split(" | ")
+    (row,) = (row.split(" | ") for row in rows if row.startswith("| short | 60 |"))
+    assert row[names.index("overlap, P05")] == "0.920 ± 0.012"  # 0.02 / sqrt(3)
+    assert row[names.index("rollouts with a token xi < 1e-4")] == "25.0 ± 0.0 %"
+    assert row[names.index("naive, after")] == "0.400 ± 0.006" and row[-1].startswith("–")
+    assert {row.split(" | ")[3] for row in rows} == {"0.920 ± 0.012", "–"}
 
 
 def test_the_law_of_a_constant_hazard_by_hand():

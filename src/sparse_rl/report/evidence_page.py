@@ -15,6 +15,7 @@ from sparse_rl.report.evidence_claims import UNTESTED, number, verdicts
 from sparse_rl.report.evidence_tables import (
     NONE,
     arms_table,
+    before_table,
     budgets_table,
     eps_table,
     lengths_table,
@@ -75,7 +76,7 @@ def page(evidence: Evidence, results: str, output: str, plots: str, drawn: Seque
         parts += [f"## Sparsity-aware training: {bed}", *plot(f"matrix-{bed}", "accuracy by training and cache")]
         parts.append(matrix_table(evidence, bed))
     parts += ["## What predicts collapse", *plot("predictors", "change of accuracy against statistics before training")]
-    parts.append(predictors_table(evidence))
+    parts += [before_table(evidence, chains), predictors_table(evidence)]
     for bed in [bed for bed in chains if evidence.bed(bed).get("whole")]:
         parts += [
             f"## Holding the tail: {bed}",

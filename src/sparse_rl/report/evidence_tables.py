@@ -167,6 +167,20 @@ def matrix_table(evidence: Evidence, bed: str) -> str:
     return table(("trained", *(f"under {cache}" for cache in caches)), rows)
 
 
+def before_table(evidence: Evidence, beds: Sequence[str]) -> str:
+    """What R-KV does to the model before training, beside what training on it comes to."""
+    rows = []
+    for bed in beds:
+        for budget in sorted({*evidence.bed(bed)["sweep"], *evidence.bed(bed)["budgets"]}, reverse=True):
+            measured = evidence.before(bed, "rkv", budget)
+            forms = {name: {"kl": ".4f", "rejection": ".1%"}.get(name, ".3f") for name in STATISTICS}
+            known = [plain(estimate(r["results"][name] for r in measured), form) for name, form in forms.items()]
+            ends = [number(evidence.end(bed, arm, budget)) for arm in ("naive", "sparse_rl")]
+            rows.append([bed, str(budget), *known, *(NONE if end == "missing" else end for end in ends)])
+    head = ("testbed", "budget", *(label for label, _ in STATISTICS.values()), "naive, after", "sparse_rl, after")
+    return f"R-KV before training, and the dense accuracy after it.\n\n{table(head, rows)}"
+
+
 def predictors_table(evidence: Evidence) -> str:
     tables = []
     for name, arms in (("naive", ["naive"]), ("sparse_rl", ["sparse_rl"]), ("all sparse arms", ARMS[1:])):
