@@ -131,8 +131,34 @@ def test_the_tail_decides_nothing_where_it_is_not_held_or_a_run_is_missing():
     one = made_up.held("short", ends)
     one[-1]["results"]["dense"] = [0.5, 0.01]  # of three at 0.98
     assert state(made_up.whole() + one, "stable") == UNTESTED
-    assert state(made_up.whole("long"), "stable") == UNTESTED  # not planned
-    assert state(made_up.whole() + made_up.held("short", ends) + made_up.whole("long"), "stable") == HOLDS
+
+
+def test_without_schedules_the_tail_is_judged_at_constant_budgets():
+    def judged(tis, tails, seeds=3):
+        measured = [
+            made_up.before("long", "rkv", budget, overlap_p05=tail)
+            for budget, tail in zip(made_up.BUDGETS, tails, strict=True)
+            for _ in range(seeds)
+        ]
+        trained = [run for budget in made_up.BUDGETS for run in made_up.seeds("long", "tis", budget, tis)]
+        records = (*made_up.whole("long"), *trained, *measured)
+        (found,) = (verdict for verdict in verdicts(Evidence(records)) if "stable" in verdict.claim)
+        return found.findings["long"]
+
+    assert judged(0.4, (0.99, 0.95, 0.5)).state == FAILS
+    assert "at budget 60, P05 0.990 (3 of 3 collapse)" in judged(0.4, (0.99, 0.95, 0.5)).numbers
+    assert "budget 30" not in judged(0.4, (0.99, 0.95, 0.5)).numbers  # its tail is below the threshold
+    assert judged(0.9, (0.99, 0.95, 0.5)).state == UNTESTED  # one half of the claim
+    assert judged(0.4, (0.8, 0.7, 0.5)).state == UNTESTED
+    assert judged(0.4, (0.99, 0.95, 0.5), seeds=2).numbers == "missing: tis at budget 60 has 2 of 3 seeds"
+
+
+def test_a_claim_is_judged_only_where_its_runs_are_planned():
+    real = [record for record in made_up.whole() if record["settings"].get("arm") in (None, "dense", "naive")]
+    for record in real:
+        record["settings"]["testbed"] = {"name": "short", "budgets": [60]}
+    found = {verdict.claim: verdict.findings for verdict in verdicts(Evidence(tuple(real)))}
+    assert [not findings for claim, findings in found.items() if "stable" in claim or "both" in claim] == [True, True]
 
 
 @pytest.mark.parametrize(
