@@ -91,6 +91,7 @@ def test_the_record_is_the_first_starts_and_names_who_went_on(data, tmp_path, mo
     later = evaluate_benchmarks(evaluation, tmp_path / "out", resume=True)
     (resume,) = later.pop("resumes")
     assert resume["commit"] == "another" and resume["command"] == "sparse-rl eval --resume" and "hardware" not in resume
+    assert later.pop("wall_s") >= first.pop("wall_s")
     first.pop("resumes")
     assert later == first
 

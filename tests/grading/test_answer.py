@@ -101,10 +101,10 @@ def test_an_empty_box_is_an_empty_answer():
 )
 def test_hostile_texts_take_no_time(piece):
     text = piece * (200_000 // len(piece))
-    start = time.perf_counter()
+    start = time.thread_time()
     final_answer(text)
     final_answer("the answer is " + text)
     final_answer("\\boxed{" + text)
     final_answer("<answer>" + text)
     final_answer("The answer is 5 (five" + text)
-    assert time.perf_counter() - start < 2
+    assert time.thread_time() - start < 2

@@ -185,10 +185,10 @@ def test_towers_are_not_evaluated(tower):
 )
 def test_long_answers_take_no_time(piece):
     text = "5 " + piece * (1900 // len(piece))
-    start = time.perf_counter()
+    start = time.thread_time()
     assert not equal(text + "1", "7\\text{ cm}")
     assert not equal("7", text + "1")
-    assert time.perf_counter() - start < 2
+    assert time.thread_time() - start < 2
 
 
 @pytest.mark.parametrize(
@@ -209,9 +209,9 @@ def test_long_answers_take_no_time(piece):
     ],
 )
 def test_what_nobody_writes_is_wrong_at_once(text):
-    start = time.perf_counter()
+    start = time.thread_time()
     assert not equal(text, "7") and not equal(text, "x+1") and not equal(text, "3.14")
-    assert time.perf_counter() - start < 3
+    assert time.thread_time() - start < 3
 
 
 @pytest.mark.parametrize(

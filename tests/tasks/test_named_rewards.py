@@ -222,6 +222,6 @@ def test_no_text_takes_long(name):
         for first, last in (("", "x"), ("<think>", "1")):
             text = first + part * (100_000 // len(part)) + last
             for reward in rewards:
-                start = time.perf_counter()
+                start = time.thread_time()
                 reward(prompts=[""], completions=[text], completion_ids=[[0]], answer=["1"], nums=[[1]], target=[1])
-                assert time.perf_counter() - start < 1.5, (part, "0.05 s on a quiet core")
+                assert time.thread_time() - start < 1.5, (part, "0.05 s on a quiet core")
