@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import shlex
 from dataclasses import replace
 from pathlib import Path
 
@@ -135,6 +136,23 @@ def test_too_few_samples_to_be_sure_of_a_share():
     assert judge_dense(dense | {"targets": [0.83 * 0.6, 0.83 * 0.4]}, met) == []
 
 
+def test_too_few_samples_to_be_sure_of_a_target_that_the_dense_tail_meets():
+    config, bins = CalibrationConfig(sure=True, target=0.98), [(0, 60), (60, 120)]
+    dense = {"bins": bins, "floor": {"bins": [measured(0.99, 0.97), measured(0.985, 0.94)]}, "targets": [0.98, 0.98]}
+    with pytest.raises(ValueError, match="in every bin") as refused:
+        judge_dense(dense, config)
+    assert "samples are too few" in str(refused.value) and "--resume and --target 0.94 or less" in str(refused.value)
+    dense["floor"]["bins"][1] = measured(0.97, 0.94)  # more samples would not help there
+    with pytest.raises(ValueError, match=r"--relative --target 0\.915 --resume"):
+        judge_dense(dense, config)
+
+
+@pytest.mark.parametrize(("smallest", "notes"), [(0.93, 1), (0.9, 0)])
+def test_budgets_that_all_meet_their_share_are_not_told_apart_however_low_a_floor(found, smallest, notes):
+    said = found(World([0.9, 0.3], shares=(smallest, 0.95, 1.0)), relative=True, verify=0)["notes"]
+    assert len(said) == notes and all(note.startswith("every budget meets the target") for note in said)
+
+
 def test_the_target_is_sparrows_on_the_scale_that_is_asked_for():
     assert CalibrationConfig().goal == 0.86 and replace(CalibrationConfig(), relative=True).goal == 0.915
     assert CalibrationConfig(relative=True, target=0.8).goal == 0.8
@@ -148,20 +166,20 @@ def test_the_command(tmp_path):
     """At such a temperature 20 of 35 ids hold two thirds."""
     flags = ["--num-prompts", "4", "--n", "2", "--max-tokens", "16", "--task.letters", "3", "--temperature", "8"]
     flags += ["--kv", "rkv:window=4,interval=4", "--budgets", "12", "--bin", "32", "--min-tokens", "30"]
-    flags += ["--output", str(tmp_path / "c")]
+    flags += ["--output", str(tmp_path / "a b")]
     code, _, err = run("calibrate", *flags)
     assert code == 2 and "error: the dense cache itself is below the target" in err and "00012" not in err
     code, out, err = run("calibrate", *flags, "--relative", "--resume")
     assert code == 0, err
     assert "full" not in err and "00012: done in" in err and "target 0.915 of the dense p05" in out
-    results = json.loads((tmp_path / "c" / "results.json").read_text())
-    said = json.loads((tmp_path / "c" / "schedule.json").read_text())
+    results = json.loads((tmp_path / "a b" / "results.json").read_text())
+    said = json.loads((tmp_path / "a b" / "schedule.json").read_text())
     assert (said["target"], said["relative"]) == (0.915, True)
     floors = tail_row(results["floor"], CalibrationConfig())
     (given,) = (line for line in out.splitlines() if line.startswith("to train on it"))
     target = float(given.split("--control.target ")[1].split()[0])
     assert 0.915 * min(floors) - 1e-3 <= target <= 0.915 * min(floors) < 0.86, "what training can hold"
-    code, _, err = run("train", *given.split("sparse-rl train ")[1].removesuffix(" ...").split(), "--dry-run")
+    code, _, err = run("train", *shlex.split(given.split("sparse-rl train ")[1].removesuffix(" ...")), "--dry-run")
     assert code == 0, err
 
 
