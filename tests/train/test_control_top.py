@@ -30,7 +30,11 @@ def test_a_target_that_no_budget_holds_is_said_once_with_what_to_do(start, caplo
 @pytest.mark.parametrize(
     ("config", "kv", "said"),
     [
-        ({"largest": GRID[9]}, {}, f"and control.largest is {GRID[9]}; raise that, or resume with a lower control.target."),
+        (
+            {"largest": GRID[9]},
+            {},
+            f"and control.largest is {GRID[9]}; raise that, or resume with a lower control.target.",
+        ),
         ({}, {"select": "quest", "select_budget": 256}, "and kv.select_budget is 256; raise that"),
         (
             {"largest": GRID[9], "statistic": "hazard"},
