@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from control_plant import CONFIG, GRID, Plant, controller, grid_of, tail
+from control_plant import CONFIG, GRID, LONGEST, Plant, controller, grid_of, tail
 
 from sparse_rl.kv import RKV, PagesMean
 from sparse_rl.train.control import Controller
@@ -47,7 +47,7 @@ def test_a_target_that_no_budget_holds_is_said_once_with_what_to_do(start, caplo
 def test_a_largest_budget_that_leaves_something_out_is_to_be_raised(config, kv, said, caplog):
     config = replace(CONFIG, **config)
     kv = RKV(budget=GRID[5], window=8, **kv)
-    control = Controller(config, kv, grid_of(config, kv), 1000)
+    control = Controller(config, kv, grid_of(config, kv), LONGEST)
     for _ in range(60):
         control.observe([tail(0.2, hazard=0.01)])
     assert len(caplog.records) == 1 and said in caplog.text and "leave nothing out" not in caplog.text
@@ -64,6 +64,14 @@ def test_the_target_to_resume_with_is_of_contexts_that_had_the_largest_budget_an
     assert "from 1000 tokens of context on" in text
     wanted = f"a lower control.target, or with control.statistic {said}." if long is None else f"such as {said} ("
     assert wanted in text
+
+
+def test_a_largest_budget_above_all_contexts_is_not_to_be_raised(caplog):
+    config = replace(CONFIG, largest=10 * LONGEST)
+    control = Controller(config, RKV(budget=GRID[-1], window=8), grid_of(config), LONGEST)
+    for _ in range(10):
+        control.observe([tail(0.2)])
+    assert "which leave nothing out" in caplog.text and "control.largest" not in caplog.text
 
 
 def test_a_hazard_that_no_budget_holds_is_said_too(caplog):

@@ -110,7 +110,7 @@ class Controller:
     """The budget of every bin, from a policy that says where they start."""
 
     def __init__(self, config: ControlConfig, kv: KVPolicy, grid: tuple[int, ...], longest: int) -> None:
-        self.config, self.kv, self.grid = config, kv, grid
+        self.config, self.kv, self.grid, self.longest = config, kv, grid, longest
         schedule, believed = schedule_of(kv), is_believed(kv)
         if believed:
             _check_ends(config, schedule.budgets[0], schedule.at(longest))
@@ -185,8 +185,10 @@ class Controller:
         sign = f"from {start} tokens of context on, more than {100 * config.limit:g}% of the tokens have {bad}"
         sign += f" with {self.grid[-1]} entries"
         other = "a lower control.target" if config.statistic == "tail" else "a higher control.hazard"
-        select = getattr(self.kv, "select_budget", None)
-        for name, limit in (("control.largest", config.largest), ("kv.select_budget", select)):
+        largest, select = config.largest, getattr(self.kv, "select_budget", None)
+        if largest is not None and largest >= dense_from(self.kv, 0, self.longest):
+            largest = None  # it bounds nothing
+        for name, limit in (("control.largest", largest), ("kv.select_budget", select)):
             if limit is not None:
                 logger.warning("%s, and %s is %s; raise that, or resume with %s.", sign, name, limit, other)
                 return
