@@ -132,6 +132,10 @@ def test_too_few_samples_to_be_sure_of_a_share():
     assert "more of them (--num-prompts, --n) and another --output" in str(refused.value)
     assert "with --resume and --target 0.83 or less" in str(refused.value), "0.5 is 0.83 of 0.6"
     assert judge_dense(dense, replace(config, sure=False)) == []
+    floor["bins"][1] = measured(0.4, 0.39)
+    (note,) = judge_dense(dense, config)
+    assert "in the contexts 0-60: its lower end of p05 of top20 overlap is as low as 0.500" in note, "not 0.390"
+    floor["bins"][1] = measured(0.4, 0.35)
     met = replace(config, target=0.83)
     assert judge_dense(dense | {"targets": [0.83 * 0.6, 0.83 * 0.4]}, met) == []
 
