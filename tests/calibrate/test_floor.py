@@ -12,12 +12,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 from commands import run
+from jsonargparse import Namespace
 
 from sparse_rl.calibrate import Calibration, CalibrationConfig, CalibrationObserver, calibrate
 from sparse_rl.calibrate.analysis import tail_row, targets
 from sparse_rl.calibrate.floor import judge_dense
 from sparse_rl.calibrate.search import cheapest
 from sparse_rl.calibrate.tokens import Tokens
+from sparse_rl.cli.calibrate import _to_train
 from sparse_rl.kv import RKV, Full
 from sparse_rl.model.load import load
 from sparse_rl.rollout import EngineConfig, Sampling
@@ -155,6 +157,28 @@ def test_too_few_samples_to_be_sure_of_a_target_that_the_dense_tail_meets():
 def test_budgets_that_all_meet_their_share_are_not_told_apart_however_low_a_floor(found, smallest, notes):
     said = found(World([0.9, 0.3], shares=(smallest, 0.95, 1.0)), relative=True, verify=0)["notes"]
     assert len(said) == notes and all(note.startswith("every budget meets the target") for note in said)
+
+
+@pytest.mark.parametrize(
+    ("settings", "targets", "floors", "said"),
+    [
+        ({}, [0.86, 0.86], [0.99, 0.9], ""),
+        ({}, [0.86, 0.86], [0.99, 0.5], "--control.target 0.5"),  # what the dense cache has
+        ({"relative": True}, [0.55, 0.3666], [0.6, 0.4], "--control.target 0.366"),
+        ({"tail": "p01"}, [0.8, 0.8], [0.9, 0.9], "--control.target 0.8 --control.quantile 0.01"),
+        ({"relative": True}, [2e-4, 0.3], [2e-4, 0.4], "--control.target 0.001"),
+        ({"tail": "mean"}, [0.8, 0.8], [0.9, 0.9], ""),  # training measures neither of these
+        ({"overlap": "lower"}, [0.8, 0.8], [0.9, 0.9], ""),
+        ({"tokens": "decision"}, [0.8, 0.8], [0.9, 0.9], ""),
+    ],
+)
+def test_training_is_told_what_to_warn_of_where_that_is_less_than_usual(settings, targets, floors, said):
+    config = CalibrationConfig(**settings)
+    floor = {"bins": [{config.overlap: {config.tokens: {config.tail: each}}} for each in floors]}
+    given = Namespace(kv="snapkv:interval=16", output="cal")
+    flags, *note = _to_train(given, config, {"targets": targets, "floor": floor})
+    start = "to train on it: sparse-rl train --kv.policy snapkv --kv.interval 16 --kv.budget cal/schedule.json"
+    assert flags == f"{start}{' ' * bool(said)}{said} ..." and len(note) == bool(said)
 
 
 def test_the_target_is_sparrows_on_the_scale_that_is_asked_for():
