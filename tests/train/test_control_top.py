@@ -74,6 +74,13 @@ def test_a_largest_budget_above_all_contexts_is_not_to_be_raised(caplog):
     assert "which leave nothing out" in caplog.text and "control.largest" not in caplog.text
 
 
+def test_contexts_that_no_token_has_do_not_silence_it(caplog):
+    control = controller(GRID[0], bins=2)
+    for _ in range(60):
+        control.observe([tail(0.2, start=1000)])
+    assert "from 1000 tokens of context on" in caplog.text
+
+
 def test_a_hazard_that_no_budget_holds_is_said_too(caplog):
     control = controller(GRID[-1], config=replace(CONFIG, statistic="hazard", hazard=0.005))
     for _ in range(10):
