@@ -80,7 +80,8 @@ class Plant:
             shares = [share] * self.rollouts
             if self.spread is not None:
                 each = self.spread / self.rollouts
-                shares = [random.betavariate(share * each, (1 - share) * each) for _ in shares]
+                mean = min(share, 1 - 1e-9)  # which may be rounded to 1
+                shares = [random.betavariate(mean * each, (1 - mean) * each) for _ in shares]
             found.append(tail(shares, tokens=self.tokens, start=1000 * i))
         return found
 
