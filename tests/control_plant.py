@@ -12,10 +12,10 @@ from sparse_rl.objective.tail import BinTail
 from sparse_rl.train.control import ControlConfig, Controller, control_grid
 
 CONFIG = ControlConfig(auto=True, bin=1000)
-ROLLOUTS = 8
+ROLLOUTS, LONGEST = 8, 16384 + 128
 
 
-def grid_of(config=CONFIG, kv=None, *, prompt=20, longest=16384 + 128, page_size=64):
+def grid_of(config=CONFIG, kv=None, *, prompt=20, longest=LONGEST, page_size=64):
     return control_grid(config, kv or RKV(window=8), prompt=prompt, longest=longest, page_size=page_size)
 
 
@@ -80,7 +80,8 @@ class Plant:
             shares = [share] * self.rollouts
             if self.spread is not None:
                 each = self.spread / self.rollouts
-                shares = [random.betavariate(share * each, (1 - share) * each) for _ in shares]
+                mean = min(share, 1 - 1e-9)  # which may be rounded to 1
+                shares = [random.betavariate(mean * each, (1 - mean) * each) for _ in shares]
             found.append(tail(shares, tokens=self.tokens, start=1000 * i))
         return found
 

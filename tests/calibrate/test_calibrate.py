@@ -68,9 +68,10 @@ def test_a_killed_calibration_goes_on_to_the_same_schedule(small, tmp_path):
     assert all((tmp_path / "killed" / "runs" / name).read_bytes() == content for name, content in kept.items())
     for key in ("schedule", "runs", "floor", "verified", "bins"):
         assert again[key] == whole[key]
-    other = replace(small, sampling=replace(small.sampling, seed=1))
-    with pytest.raises(ValueError, match=r"other settings: sampling\.seed 0 is now 1"):
-        calibrate(other, tmp_path / "killed", resume=True)
+    for name, value in (("seed", 1), ("temperature", 0.5), ("n", 2), ("max_tokens", 21)):
+        other = replace(small, sampling=replace(small.sampling, **{name: value}))
+        with pytest.raises(ValueError, match=rf"other settings: sampling\.{name} .* is now {value}"):
+            calibrate(other, tmp_path / "killed", resume=True)
 
 
 def test_another_target_needs_no_new_runs_of_budgets(small, tmp_path):

@@ -47,12 +47,12 @@ def calibrated(folder, config, policy=EVICTS):
     print("\n".join(f"{budget:4} {row.round(3)}" for budget, row in zip(results["budgets"], tails, strict=True)))
     print(results["schedule"], [(tried["budgets"], np.round(tried["tails"], 3)) for tried in results["tried"]])
     assert len(results["bins"]) >= 3
-    assert (tails[0] < config.target).all() and (tails[-1] > 0.95).all(), "every bin's curve crosses the target"
+    assert (tails[0] < config.goal).all() and (tails[-1] > 0.95).all(), "every bin's curve crosses the target"
     assert min(tail_row(results["floor"], config)) > 0.999, "the dense cache is as dense as it gets"
-    assert min(tail_row(results["verified"], config)) >= config.target - SLACK
+    assert min(tail_row(results["verified"], config)) >= config.goal - SLACK
     places = [results["budgets"].index(budget) for budget in own_of(results["schedule"], results)]
     for place, column in zip(places, tails.T, strict=True):
-        assert column[place] >= config.target - SLACK
+        assert column[place] >= config.goal - SLACK
     return results, tails, places
 
 
@@ -66,10 +66,10 @@ def check_cheapest(results, tails, places, config):
     """In no bin is there a cheaper budget: it does not hold the bin by itself, or a run that has it here holds less."""
     tried = {tuple(own_of(each, results)): each["tails"] for each in results["tried"]}
     for i, place in enumerate(places):
-        if place == 0 or tails[place - 1, i] < config.target or (i and place == places[i - 1]):
+        if place == 0 or tails[place - 1, i] < config.goal or (i and place == places[i - 1]):
             continue  # the last: it would fall, and the bin before cannot be smaller either
         cheaper = [results["budgets"][each - (j == i)] for j, each in enumerate(places)]
-        assert min(tried[tuple(cheaper)]) < config.target - SLACK, cheaper
+        assert min(tried[tuple(cheaper)]) < config.goal - SLACK, cheaper
 
 
 def test_the_schedule_holds_its_target(folder):
@@ -81,7 +81,7 @@ def test_where_nothing_is_evicted_the_next_cheaper_budget_of_every_bin_is_below_
     config = replace(P05, budgets=(32, 48, 64, 80, 112))
     _, tails, places = calibrated(tmp_path / "c", config, Quest(first=1, last=1, dense_layers=1))
     for i, place in enumerate(places):
-        assert place > 0 and tails[place - 1, i] < config.target
+        assert place > 0 and tails[place - 1, i] < config.goal
 
 
 def test_a_training_run_keeps_what_the_schedule_holds(folder, tmp_path):
@@ -116,4 +116,4 @@ def test_a_training_run_keeps_what_the_schedule_holds(folder, tmp_path):
     trainer.train()
     tails = [float(torch.cat(of_bin).quantile(0.05)) for of_bin in zip(*steps, strict=True)]
     print("P05 in training, by bin:", np.round(tails, 3))
-    assert min(tails) >= SURE.target - SLACK
+    assert min(tails) >= SURE.goal - SLACK

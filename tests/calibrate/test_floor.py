@@ -5,18 +5,21 @@ from __future__ import annotations
 
 import importlib
 import json
+import shlex
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from commands import run
+from jsonargparse import Namespace
 
 from sparse_rl.calibrate import Calibration, CalibrationConfig, CalibrationObserver, calibrate
 from sparse_rl.calibrate.analysis import tail_row, targets
 from sparse_rl.calibrate.floor import judge_dense
 from sparse_rl.calibrate.search import cheapest
 from sparse_rl.calibrate.tokens import Tokens
+from sparse_rl.cli.calibrate import _to_train
 from sparse_rl.kv import RKV, Full
 from sparse_rl.model.load import load
 from sparse_rl.rollout import EngineConfig, Sampling
@@ -131,8 +134,51 @@ def test_too_few_samples_to_be_sure_of_a_share():
     assert "more of them (--num-prompts, --n) and another --output" in str(refused.value)
     assert "with --resume and --target 0.83 or less" in str(refused.value), "0.5 is 0.83 of 0.6"
     assert judge_dense(dense, replace(config, sure=False)) == []
+    floor["bins"][1] = measured(0.4, 0.39)
+    (note,) = judge_dense(dense, config)
+    assert "in the contexts 0-60: its lower end of p05 of top20 overlap is as low as 0.500" in note, "not 0.390"
+    floor["bins"][1] = measured(0.4, 0.35)
     met = replace(config, target=0.83)
     assert judge_dense(dense | {"targets": [0.83 * 0.6, 0.83 * 0.4]}, met) == []
+
+
+def test_too_few_samples_to_be_sure_of_a_target_that_the_dense_tail_meets():
+    config, bins = CalibrationConfig(sure=True, target=0.98), [(0, 60), (60, 120)]
+    dense = {"bins": bins, "floor": {"bins": [measured(0.99, 0.97), measured(0.985, 0.94)]}, "targets": [0.98, 0.98]}
+    with pytest.raises(ValueError, match="in every bin") as refused:
+        judge_dense(dense, config)
+    assert "samples are too few" in str(refused.value) and "--resume and --target 0.94 or less" in str(refused.value)
+    dense["floor"]["bins"][1] = measured(0.97, 0.94)  # more samples would not help there
+    with pytest.raises(ValueError, match=r"--relative --target 0\.915 --resume"):
+        judge_dense(dense, config)
+
+
+@pytest.mark.parametrize(("smallest", "notes"), [(0.93, 1), (0.9, 0)])
+def test_budgets_that_all_meet_their_share_are_not_told_apart_however_low_a_floor(found, smallest, notes):
+    said = found(World([0.9, 0.3], shares=(smallest, 0.95, 1.0)), relative=True, verify=0)["notes"]
+    assert len(said) == notes and all(note.startswith("every budget meets the target") for note in said)
+
+
+@pytest.mark.parametrize(
+    ("settings", "targets", "floors", "said"),
+    [
+        ({}, [0.86, 0.86], [0.99, 0.9], ""),
+        ({}, [0.86, 0.86], [0.99, 0.5], "--control.target 0.5"),  # what the dense cache has
+        ({"relative": True}, [0.55, 0.3666], [0.6, 0.4], "--control.target 0.366"),
+        ({"tail": "p01"}, [0.8, 0.8], [0.9, 0.9], "--control.target 0.8 --control.quantile 0.01"),
+        ({"relative": True}, [2e-4, 0.3], [2e-4, 0.4], "--control.target 0.001"),
+        ({"tail": "mean"}, [0.8, 0.8], [0.9, 0.9], ""),  # training measures neither of these
+        ({"overlap": "lower"}, [0.8, 0.8], [0.9, 0.9], ""),
+        ({"tokens": "decision"}, [0.8, 0.8], [0.9, 0.9], ""),
+    ],
+)
+def test_training_is_told_what_to_warn_of_where_that_is_less_than_usual(settings, targets, floors, said):
+    config = CalibrationConfig(**settings)
+    floor = {"bins": [{config.overlap: {config.tokens: {config.tail: each}}} for each in floors]}
+    given = Namespace(kv="snapkv:interval=16", output="cal")
+    flags, *note = _to_train(given, config, {"targets": targets, "floor": floor})
+    start = "to train on it: sparse-rl train --kv.policy snapkv --kv.interval 16 --kv.budget cal/schedule.json"
+    assert flags == f"{start}{' ' * bool(said)}{said} ..." and len(note) == bool(said)
 
 
 def test_the_target_is_sparrows_on_the_scale_that_is_asked_for():
@@ -148,20 +194,20 @@ def test_the_command(tmp_path):
     """At such a temperature 20 of 35 ids hold two thirds."""
     flags = ["--num-prompts", "4", "--n", "2", "--max-tokens", "16", "--task.letters", "3", "--temperature", "8"]
     flags += ["--kv", "rkv:window=4,interval=4", "--budgets", "12", "--bin", "32", "--min-tokens", "30"]
-    flags += ["--output", str(tmp_path / "c")]
+    flags += ["--output", str(tmp_path / "a b")]
     code, _, err = run("calibrate", *flags)
     assert code == 2 and "error: the dense cache itself is below the target" in err and "00012" not in err
     code, out, err = run("calibrate", *flags, "--relative", "--resume")
     assert code == 0, err
     assert "full" not in err and "00012: done in" in err and "target 0.915 of the dense p05" in out
-    results = json.loads((tmp_path / "c" / "results.json").read_text())
-    said = json.loads((tmp_path / "c" / "schedule.json").read_text())
+    results = json.loads((tmp_path / "a b" / "results.json").read_text())
+    said = json.loads((tmp_path / "a b" / "schedule.json").read_text())
     assert (said["target"], said["relative"]) == (0.915, True)
     floors = tail_row(results["floor"], CalibrationConfig())
     (given,) = (line for line in out.splitlines() if line.startswith("to train on it"))
     target = float(given.split("--control.target ")[1].split()[0])
     assert 0.915 * min(floors) - 1e-3 <= target <= 0.915 * min(floors) < 0.86, "what training can hold"
-    code, _, err = run("train", *given.split("sparse-rl train ")[1].removesuffix(" ...").split(), "--dry-run")
+    code, _, err = run("train", *shlex.split(given.split("sparse-rl train ")[1].removesuffix(" ...")), "--dry-run")
     assert code == 0, err
 
 

@@ -98,6 +98,8 @@ def test_the_tail_is_that_of_the_worst_bin(caplog):
         caplog.text
     )
     assert "all but 5% should have 0.86" in caplog.text and "control.largest" in caplog.text
+    Alarms().look(1, FINE, [tail(0.015)], 0.86, 0.005)
+    assert "1.5% of the tokens have" in caplog.text and "all but 0.5% should have 0.86" in caplog.text
 
 
 def test_a_tail_is_judged_by_rollouts_and_over_as_many_steps_as_it_takes():

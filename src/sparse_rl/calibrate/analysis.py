@@ -157,8 +157,8 @@ def _notes(found: Found, dense: dict[str, Any], tails: np.ndarray, config: Calib
             f"no budget meets the target in the contexts {contexts([bins[i] for i in short])}, where the largest is "
             f"taken; the dense cache itself has {lowest:.3f} or more there. Try larger budgets, or lower the target."
         )
-    known = tails[~np.isnan(tails)]
-    if len(known) and known.min() >= max(dense["targets"]):
+    known = ~np.isnan(tails)
+    if known.any() and (tails >= dense["targets"])[known].all():
         notes.append(
             f"every budget meets the target: {config.tail} over {config.tokens} tokens does not tell them apart here. "
             "Look at the curves; ask more of it (tail p01, tokens decision, a higher target), or try smaller budgets."

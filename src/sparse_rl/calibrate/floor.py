@@ -7,6 +7,7 @@ On a scale of 20 ids it has less than 1, since a model that is unsure spreads it
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 from sparse_rl.calibrate.analysis import contexts, tail_row, unreachable
@@ -32,19 +33,19 @@ def judge_dense(dense: dict[str, Any], config: CalibrationConfig) -> list[str]:
         span += f" to {tails[high]:.3f} ({contexts([bins[high]])})"
     raise ValueError(
         f"the dense cache itself is below the target, {config.asks}, in every bin of contexts: its {config.statistic} "
-        f"is {span}. So no budget can meet it. {_remedy(dense, tails, config)}"
+        f"is {span}. So no budget can be expected to meet it. {_remedy(dense, tails, config)}"
     )
 
 
 def _remedy(dense: dict[str, Any], tails: list[float], config: CalibrationConfig) -> str:
-    if not config.relative:
+    own, below = tail_row(dense["floor"], replace(config, sure=False)), unreachable(dense, config)
+    if any(own[i] < dense["targets"][i] for i in below):
         flags = "--relative" if config.target is None else f"--relative --target {SPARROW_SHARE}"
         return (
             f"Give the same command with {flags} --resume: the target is then {SPARROW_SHARE} of the dense cache's own "
             f"{config.tail} in each bin, as Sparrow's 0.86 is of its 0.94, and what was run is not run again."
         )
-    # the tail is its own share 1, so it is the interval's lower end that is too low
-    below = unreachable(dense, config)
+    # the tail itself meets it, as it always does its own share, so it is the interval's lower end that is too low
     lower = math.floor(100 * min(tails[i] * config.goal / dense["targets"][i] for i in below)) / 100
     other = f"--target {lower:g} or less" if lower > 0 else "no --sure"
     return (

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -150,13 +151,13 @@ def _to_train(settings: Namespace, config: CalibrationConfig, results: dict[str,
 
     name, given = specs.parse(settings.kv, "budget")
     flags = [f"--kv.{key} {value}" for key, value in given.items()]
-    flags.append(f"--kv.budget {Path(settings.output) / 'schedule.json'}")
+    flags.append(f"--kv.budget {shlex.quote(str(Path(settings.output) / 'schedule.json'))}")
     asked, notes = min(*results["targets"], *tail_row(results["floor"], config)), []
     if asked < SPARROW and (config.overlap, config.tokens) == ("top20", "all") and config.tail != "mean":
-        flags.append(f"--control.target {math.floor(1000 * asked) / 1000:g}")
+        flags.append(f"--control.target {max(math.floor(1000 * asked), 1) / 1000:g}")
         flags += ["--control.quantile 0.01"] if config.tail == "p01" else []
         notes.append(
-            f"  (training warns of tails far under control.target, and {SPARROW} is more than can be held here)"
+            f"  (training warns of tails far under control.target, and {SPARROW} is more than is asked for here)"
         )
     return [f"to train on it: sparse-rl train --kv.policy {name} {' '.join(flags)} ...", *notes]
 

@@ -49,7 +49,7 @@ def _figure(results: Results) -> Figure:
     for axes, panel in zip(figure.subplots(2, 3).flat, panels, strict=True):
         panel(axes, results)
         if axes.get_legend_handles_labels()[0]:
-            axes.legend(fontsize=8)
+            axes.legend(fontsize=8, frameon=True, framealpha=0.85, edgecolor="none")  # names stay clear of lines
     return figure
 
 

@@ -102,8 +102,8 @@ class Alarms:
         if worst is None:
             return ""
         return (
-            f"from {worst} tokens of context on, {self.far[str(worst)]:.0%} of the tokens have an overlap with the "
-            f"dense model under {target - FAR:.2f}; all but {quantile:.0%} should have {target}"
+            f"from {worst} tokens of context on, {100 * self.far[str(worst)]:.3g}% of the tokens have an overlap with "
+            f"the dense model under {target - FAR:.2f}; all but {100 * quantile:g}% should have {target}"
         )
 
     def _length(self, metrics: dict[str, float]) -> str:

@@ -110,7 +110,7 @@ class Controller:
     """The budget of every bin, from a policy that says where they start."""
 
     def __init__(self, config: ControlConfig, kv: KVPolicy, grid: tuple[int, ...], longest: int) -> None:
-        self.config, self.kv, self.grid = config, kv, grid
+        self.config, self.kv, self.grid, self.longest = config, kv, grid, longest
         schedule, believed = schedule_of(kv), is_believed(kv)
         if believed:
             _check_ends(config, schedule.budgets[0], schedule.at(longest))
@@ -178,23 +178,27 @@ class Controller:
 
     def _warn(self, i: int, measured: list[BinTail]) -> None:
         """Once: a bin fails with the largest budget, so that it would stay there for ever."""
-        if self.warned or self.config.statistic != "tail":
+        if self.warned:
             return
-        self.warned = True
-        where = f"from {i * self.config.bin} tokens of context on, more than {self.config.quantile:.0%} of the tokens"
-        sign = f"{where} have an overlap under control.target {self.config.target:g} with {self.grid[-1]} entries"
-        select = getattr(self.kv, "select_budget", None)
-        for name, limit in (("control.largest", self.config.largest), ("kv.select_budget", select)):
+        self.warned, config, start = True, self.config, i * self.config.bin
+        bad = f"an overlap under control.target {config.target:g}" if config.statistic == "tail" else "xi < 1e-4"
+        sign = f"from {start} tokens of context on, more than {100 * config.limit:g}% of the tokens have {bad}"
+        sign += f" with {self.grid[-1]} entries"
+        other = "a lower control.target" if config.statistic == "tail" else "a higher control.hazard"
+        largest, select = config.largest, getattr(self.kv, "select_budget", None)
+        if largest is not None and largest >= dense_from(self.kv, 0, self.longest):
+            largest = None  # it bounds nothing
+        for name, limit in (("control.largest", largest), ("kv.select_budget", select)):
             if limit is not None:
-                logger.warning("%s, and %s is %s; raise that, or lower control.target.", sign, name, limit)
+                logger.warning("%s, and %s is %s; raise that, or resume with %s.", sign, name, limit, other)
                 return
-        tail = min((tail.quantile for tail in measured if tail.quantile is not None), default=None)
-        now = "" if tail is None else f", such as {SPARROW_SHARE * tail:.2f} ({SPARROW_SHARE} of the tail of now)"
+        if config.statistic == "tail":  # those of shorter contexts may not have the largest budget
+            known = [tail.quantile for tail in measured if tail.start >= start and tail.quantile is not None]
+            tail = min([config.target, *known])
+            other += f", such as {SPARROW_SHARE * tail:.2f} ({SPARROW_SHARE} of the tail of now)" if known else ""
+            other += ", or with control.statistic hazard"
         logger.warning(
-            "%s, which leave nothing out: no budget holds it, and kv.budget stays there. Resume with a lower "
-            "control.target%s, or with control.statistic hazard.",
-            sign,
-            now,
+            "%s, which leave nothing out: no budget holds it, and kv.budget stays there. Resume with %s.", sign, other
         )
 
     def _pass(self, i: int, before: list[int], behind: float) -> None:
