@@ -211,8 +211,8 @@ class SparseCache(Cache):
         rows = ", ".join(map(str, changed_BS.any(dim=1).nonzero().flatten().tolist()))
         raise ValueError(
             f"the attention mask has changed for tokens of row {rows} that this SparseCache has seen: give the padding "
-            "of the prompts with it. What generate fed to a row that ended before the others, a cache cannot take back: "
-            "call reset() and give the whole texts, or generate one row at a time."
+            "of the prompts with it. What generate fed to a row that ended before the others, a cache cannot take "
+            "back: call reset() and give the whole texts, or generate one row at a time."
         )
 
     def attend(
