@@ -34,6 +34,10 @@ BAD = {
         ["--kv.policy", "full", "--distill.r", "4"],
         "full is the dense model already; choose",
     ),
+    "fewer entries than the pages always read": (
+        ["--kv.policy", "quest", "--kv.budget", "32"],
+        "kv.budget is 32, but the pages always read are 48",
+    ),
     "nan": (["--learning_rate", ".nan"], "optimizer.learning_rate is nan; it must be 0 or more"),
     "missing config": (["--config", "nowhere.yaml"], "'nowhere.yaml' is neither a file nor a recipe; the recipes are"),
     "misspelt recipe": (["--config", "qwen2.5-1.5.yaml"], "(did you mean 'qwen2.5-1.5b.yaml'?)"),

@@ -197,6 +197,19 @@ def test_a_row_that_ended_early_cannot_lose_its_padding(tiny, prompts):
         model(ids, past_key_values=cache)
 
 
+def test_a_further_call_without_the_mask_is_refused(tiny, prompts):
+    """Positions would count the padding of the first."""
+    model, cache = tiny().model, SparseCache("rkv", budget=500)
+    ids, mask = padded(prompts(9, 14), model.device)
+    settings = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    out = model.generate(ids, attention_mask=mask, past_key_values=cache, **settings)
+    more = torch.cat([out, out[:, -3:]], dim=1)
+    with pytest.raises(
+        ValueError, match=r"changed for tokens of row 0 that .* give the padding of the prompts with it"
+    ):
+        model.generate(more, attention_mask=torch.ones_like(more), past_key_values=cache, **settings)
+
+
 def test_a_cache_outlives_inference_mode(tiny, prompts):
     model, cache, other = tiny().model, SparseCache("rkv", budget=20, interval=4), SparseCache("rkv", 20, interval=4)
     ids = torch.tensor(prompts(50), device=model.device)
@@ -296,8 +309,9 @@ def test_a_row_takes_all_it_has_with_it(how, policy, tiny, prompts):
         twin = copy.deepcopy(cache) if how == "copied" else pickle.loads(pickle.dumps(cache))
         assert twin.pool.offsets[1, 0] * 8 == twin.pool.k[1].data_ptr() - twin.pool.anchor[0].data_ptr()
         for _ in range(12):  # the other one goes its own way
-            model(tokens[:, :1], past_key_values=cache)
-        return twin, mask
+            mask = torch.cat([mask, mask[:, -1:]], dim=1)
+            model(tokens[:, :1], attention_mask=mask, past_key_values=cache)
+        return twin, mask[:, :-12]
 
     found, cache = fed(model, given, tokens, SparseCache(policy), change)
     before = torch.cat([tokens[order, :last], tokens[:, last:]], dim=1)
@@ -349,7 +363,7 @@ def test_what_cannot_be_done_is_refused(tiny, prompts):
         model.generate(ids, attention_mask=mask, past_key_values=SparseCache(), use_cache=False, max_new_tokens=3)
     cache = SparseCache()
     with torch.no_grad():
-        model(ids, attention_mask=mask, past_key_values=cache)
+        model(ids, past_key_values=cache)
         with pytest.raises(ValueError, match="holds 2 rows and got 1"):
             model(ids[:1], past_key_values=cache)
         with pytest.raises(ValueError, match=r"layer 0 has .*float64.*the cache began with .*float32"):

@@ -82,6 +82,8 @@ def read(arguments: list[str], parser: ArgumentParser) -> tuple[Namespace, Any, 
         "grading": build_section(GradingConfig, "grading", settings["grading"]),
     }
     check_settings(*(parts[name] for name in ("sampling", "update", "kv", "config", "distill")))
+    if not parts["control"].auto:  # which tries no budget that the pages do not allow
+        parts["kv"].check_page_size(parts["engine"].page_size or parts["kv"].page_size)
     return settings, task, parts
 
 

@@ -200,19 +200,19 @@ class SparseCache(Cache):
         )
 
     def _check_padding(self, padding_BS: torch.Tensor | None) -> None:
-        """A token that was stored cannot become padding, nor the other way round."""
-        if padding_BS is None or not self.num_columns or padding_BS.shape[0] != len(self.entries):
+        """A token that was stored cannot become padding, nor the other way round; without a mask nothing is padding."""
+        given = [mask_BS for mask_BS in (padding_BS, self.seen_BS) if mask_BS is not None]
+        if not given or not self.num_columns or len(given[0]) != len(self.entries):
             return
-        now_BS = padding_BS[:, : self.num_columns]
-        then_BS = torch.ones_like(now_BS) if self.seen_BS is None else self.seen_BS
-        changed_BS = now_BS[:, : then_BS.shape[1]] != then_BS
+        now_BS, then_BS = (torch.ones_like(given[0]) if m is None else m for m in (padding_BS, self.seen_BS))
+        changed_BS = now_BS[:, : self.num_columns] != then_BS[:, : self.num_columns]
         if not changed_BS.any():
             return
-        rows = changed_BS.any(dim=1).nonzero().flatten().tolist()
+        rows = ", ".join(map(str, changed_BS.any(dim=1).nonzero().flatten().tolist()))
         raise ValueError(
-            f"the attention mask has changed for tokens of row {', '.join(map(str, rows))} that this SparseCache has "
-            "seen: generate feeds padding to a row that has ended before the others, and a cache cannot take it back. "
-            "Call reset() and give the whole texts, or generate one row at a time."
+            f"the attention mask has changed for tokens of row {rows} that this SparseCache has seen: give the padding "
+            "of the prompts with it. What generate fed to a row that ended before the others, a cache cannot take "
+            "back: call reset() and give the whole texts, or generate one row at a time."
         )
 
     def attend(
