@@ -114,6 +114,7 @@ def test_recipes_and_models_at_hand_need_no_download():
         (["--gpu", "h200", "--engine.rows", "10000000000000"], ["engine.rows is 10000000000000", "at most"]),
         (["--memory", "1e400GB"], ["--memory is '1e400GB'"]),
         (["--device", "tpu"], ["device 'tpu' cannot be used here"]),
+        (["--lora.r", "129"], ["lora.r is 129", "wide (128)"]),
     ],
     ids=lambda value: " ".join(value)[:30],
 )
@@ -158,6 +159,12 @@ def test_training_warns_before_it_loads_what_will_not_fit(monkeypatch, caplog):
         monkeypatch.setattr("sparse_rl.plan.choose_device", lambda name, device=device: device)
         caplog.clear()
         warn_of_memory(settings, parts)
+        assert [("does not fit" in record.message) for record in caplog.records] == [True] * warned
+    for ranks, memory, warned in ((1, 140e9, True), (8, 140e9, False), (8, 24e9, True)):
+        device = Device(name="some", memory=int(memory))
+        monkeypatch.setattr("sparse_rl.plan.choose_device", lambda name, device=device: device)
+        caplog.clear()
+        warn_of_memory(settings, parts, ranks)
         assert [("does not fit" in record.message) for record in caplog.records] == [True] * warned
     settings.device = "cpu"
     warn_of_memory(settings, parts)
