@@ -6,7 +6,9 @@ from __future__ import annotations
 import json
 import logging
 import sys
+from dataclasses import replace
 from functools import lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparse_rl.cli.parsing import model_dtype
@@ -117,12 +119,15 @@ def plan_of(
 def _size(model: str, shape: str | None, dtype: str | None, cuda: bool, download: bool) -> ModelSize:
     import torch
 
+    from sparse_rl.model.lora import ADAPTER, base_name
     from sparse_rl.model.shapes import SHAPES, shape_config
     from sparse_rl.plan import model_config, model_size
 
     chosen = model_dtype(dtype)
     if shape is not None:
         return model_size(shape_config(shape), shape, chosen or (torch.bfloat16 if cuda else torch.float32))
+    if (Path(model) / ADAPTER).is_file():  # it is merged into its base
+        return replace(_size(base_name(Path(model)), None, dtype, cuda, download), name=model)
     try:
         config = model_config(model, download=False)
     except ValueError:
