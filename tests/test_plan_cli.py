@@ -96,6 +96,15 @@ def test_recipes_and_models_at_hand_need_no_download():
     assert "CUDA context" not in found["phases"]["rollout"]["holds"]
 
 
+def test_an_adapter_is_planned_as_the_model_that_it_is_merged_into(tmp_path):
+    _, base = plan()
+    record = {"peft_type": "LORA", "base_model_name_or_path": "embedded"}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(record))
+    code, found = plan("--config", "default.yaml", "--model", str(tmp_path))
+    assert code == 0 and found["model"] == str(tmp_path)
+    assert found["dtype"] == base["dtype"] and found["phases"] == base["phases"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "parts"),
     [
@@ -114,6 +123,7 @@ def test_recipes_and_models_at_hand_need_no_download():
         (["--gpu", "h200", "--engine.rows", "10000000000000"], ["engine.rows is 10000000000000", "at most"]),
         (["--memory", "1e400GB"], ["--memory is '1e400GB'"]),
         (["--device", "tpu"], ["device 'tpu' cannot be used here"]),
+        (["--lora.r", "129"], ["lora.r is 129", "wide (128)"]),
     ],
     ids=lambda value: " ".join(value)[:30],
 )
@@ -153,11 +163,11 @@ def test_training_warns_before_it_loads_what_will_not_fit(monkeypatch, caplog):
 
     arguments = ["--model", "Qwen/Qwen2.5-7B", "--device", "cuda", "--dtype", "bfloat16"]
     settings, _, parts = read(arguments, train_parser())
-    for memory, warned in ((24e9, True), (1e15, False)):
+    for ranks, memory, warned in ((1, 140e9, True), (8, 24e9, True), (8, 140e9, False), (1, 1e15, False)):
         device = Device(name="some", memory=int(memory))
         monkeypatch.setattr("sparse_rl.plan.choose_device", lambda name, device=device: device)
         caplog.clear()
-        warn_of_memory(settings, parts)
+        warn_of_memory(settings, parts, ranks)
         assert [("does not fit" in record.message) for record in caplog.records] == [True] * warned
     settings.device = "cpu"
     warn_of_memory(settings, parts)

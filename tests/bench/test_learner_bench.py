@@ -12,14 +12,19 @@ import torch
 from sparse_rl.bench.learner import LearnerBenchConfig, make_rollouts, operations
 from sparse_rl.cli import main
 from sparse_rl.cli.bench_learner import default_label
+from sparse_rl.model.dry_run import dry_run
+from sparse_rl.model.load import LoadedModel
 from sparse_rl.model.shapes import random_model
+from sparse_rl.model.tiny import tiny_model, tiny_tokenizer
 from sparse_rl.train import OptimizerConfig, UpdateConfig
 
 LINE = ["bench", "learner", "--shape", "tiny", "--device", "cpu", "--sequences", "8", "--prompt", "5", "--steps", "1"]
 
 
-def test_operations_by_hand():
-    loaded = random_model("tiny", "cpu", torch.float32)
+@pytest.mark.parametrize("tied", [True, False])
+def test_operations_by_hand(tied):
+    model = tiny_model(tie_word_embeddings=tied)
+    loaded = LoadedModel(model=model, tokenizer=tiny_tokenizer(), shape=dry_run(model))
     config = loaded.model.config
     width, inner, layers = config.hidden_size, config.intermediate_size, config.num_hidden_layers
     kv = config.num_key_value_heads * config.head_dim

@@ -19,8 +19,10 @@ def test_parameters_of_a_layer_and_around_it(qwen):
     # LoRA adds r x (in + out) to each matrix of a layer.
     assert qwen.adapters(2, ("q_proj", "down_proj")) == 2 * 28 * (2 * hidden + wide + hidden)
     assert qwen.adapters(1) == 28 * (4 * hidden + 2 * (hidden + kv) + 3 * (hidden + wide))
-    with pytest.raises(ValueError, match=r"q_poj is no matrix of qwen2.5-7b; it has q_proj"):
-        qwen.adapters(4, ("q_poj",))
+    assert qwen.adapters(1, ("self_attn.q_proj",)) == qwen.adapters(1, ("q_proj",)), "as peft takes them"
+    for targets in (("q_poj",), ("q_proj", "q_poj")):
+        with pytest.raises(ValueError, match=r"lora.target has 'q_poj'; this model's projections are q_proj, k_proj"):
+            qwen.adapters(4, targets)
 
 
 def test_savers_save_what_they_say(qwen):
@@ -47,6 +49,8 @@ def test_activations_by_kind(qwen):
         make_plan(qwen, long_run(activations=kind), BIG) for kind in ("keep", "recompute", "offload")
     )
     assert held(keep, "activations") == tokens * (qwen.saved_layers + qwen.saved_outside)
+    assert held(keep, "backward of a layer") == 2 * (tokens * (3 * 18944 + 4 * 3584) + 3584 * 18944), "and a gradient"
+    assert held(keep, "head") == 2 * (152064 * (2**28 // 152064) + 2 * tokens * 3584)
     assert held(recompute, "activations") == tokens * (28 * 3584 * 2 + qwen.saved_outside)
     once_more = held(recompute, "backward of a layer") - held(keep, "backward of a layer")
     assert once_more == tokens * qwen.saved_layer

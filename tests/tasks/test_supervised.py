@@ -81,6 +81,7 @@ GOOD = b'{"prompt": "a", "completion": "b"}\n'
         (b'{"prompt": "a", "completion": 3}', 'has no "completion" that is a string'),
         (b'{"prompt": "a", "completion": null}', 'has no "completion" that is a string'),
         (b'{"prompt": "a", "completion": ""}', "has an empty completion"),
+        (b'{"prompt": "a", "completion": [{"role": "user", "content": "b"}]}', 'has no "completion" that is a string'),
         (b'{"prompt": "", "completion": "b"}', "is empty"),
         (b'{"completion": "b"}', 'has no "prompt"'),
         (b'{"prompt": 3, "completion": "b"}', 'has no "prompt"'),

@@ -23,8 +23,10 @@ from guarded_run import (
 from small_run import assert_same_run, digits, graded_by
 
 from sparse_rl.metrics import read_log
+from sparse_rl.tasks.supervised import Example
 from sparse_rl.train import Stopped, guards
 from sparse_rl.train.guards import STREAK, BadUpdate, Guards
+from sparse_rl.types import Prompt
 
 UPDATES = pytest.mark.parametrize("update", [ONE, SEVERAL], ids=["one update", "several"])
 
@@ -130,6 +132,14 @@ def test_a_bad_batch_has_the_losses_of_its_own_pass(tmp_path, monkeypatch):
     assert path.name == "step-1-update-1.pt"
     losses = [loss for _, loss in torch.load(path, weights_only=True)["microbatches"]]
     assert [math.isnan(loss) for loss in losses] == [i == 0 for i in range(len(calls) // 2)]
+
+
+def test_a_bad_batch_has_the_rewards_of_its_own_rollouts(tmp_path):
+    row = Example(prompt=Prompt(text="a", ids=(1,)), token_ids=torch.tensor([2]))
+    bad = BadUpdate(loss=math.nan, grad_norm=0.0, rows=[row, row], update=1, members=[1, 3])
+    Guards().note([bad], 2, torch.tensor([0.0, 0.1, 0.2, 0.3]), 4, tmp_path)
+    saved = torch.load(tmp_path / "bad_batches" / "step-4-update-2.pt")
+    assert saved["rewards"].tolist() == pytest.approx([0.1, 0.3])
 
 
 def test_a_streak_ends_the_run_with_its_weights_saved(tmp_path):

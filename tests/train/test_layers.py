@@ -11,6 +11,7 @@ import torch
 from sparse_rl.model.attention import PackedRows, packed_positions
 from sparse_rl.model.tiny import tiny_model
 from sparse_rl.score.head import Head
+from sparse_rl.train import layers
 from sparse_rl.train.layers import decoder_layers, learner_layers
 from sparse_rl.train.update import UpdateConfig
 
@@ -46,6 +47,21 @@ def test_recomputed_gradients_are_the_same(family, device):
     assert all("forward" not in layer.__dict__ for layer in decoder_layers(model)), "the model is as it was"
 
 
+def test_offloaded_inputs_of_layers_go_to_the_host_and_come_back(monkeypatch):
+    """What a layer is recomputed from is packed away, and what is recomputed is not."""
+    packed, model = [], tiny_model(dtype=torch.float64, num_hidden_layers=3)
+
+    def to_host(pin_memory):
+        assert pin_memory
+        return torch.autograd.graph.saved_tensors_hooks(lambda x: packed.append(x.shape) or x.clone(), lambda x: x)
+
+    monkeypatch.setattr(layers, "save_on_cpu", to_host)
+    expected, _ = gradients(model, "cpu", "keep")
+    got, _ = gradients(model, "cpu", "offload")
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+    assert packed.count((1, 20, model.config.hidden_size)) == 3
+
+
 @pytest.mark.gpu
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("activations", ["keep", "recompute", "offload"])
@@ -72,8 +88,6 @@ def test_an_error_leaves_the_model_as_it_was():
 def test_layers_that_cannot_be_compiled_run_as_they_are(monkeypatch, caplog):
     from torch._dynamo.exc import TorchDynamoException
 
-    from sparse_rl.train import layers
-
     def refuse(forward):
         def run(*args, **kwargs):
             raise TorchDynamoException("no compiler")
@@ -93,7 +107,6 @@ def test_adapted_layers_share_their_code_with_the_first(monkeypatch):
     """Its input is a frozen embedding's, which needs no gradient; and floats do not become inputs."""
     pytest.importorskip("peft")
     from sparse_rl.model.lora import LoraConfig, add_adapters
-    from sparse_rl.train import layers
 
     given, before = [], []
 

@@ -71,6 +71,15 @@ def learn(module, learner, updates, microbatches=2):
     return losses, metrics
 
 
+def test_gradients_of_microbatches_are_summed_in_fp32():
+    module = torch.nn.Linear(4, 3, bias=False).bfloat16()
+    masters, inputs = MasterWeights(module), torch.randn(64, 1, 4).bfloat16()
+    for row in inputs:
+        module(row).sum().backward()
+    assert module.weight.grad is None
+    torch.testing.assert_close(masters.masters[0].grad, inputs.float().sum(0).expand(3, 4), rtol=1e-6, atol=1e-5)
+
+
 def test_8_bit_moments_learn_what_adamw_learns(eager):
     runs = {}
     for kind in ("adamw", "adamw_8bit"):

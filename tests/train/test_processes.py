@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import math
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,11 +22,12 @@ from sparse_rl.rollout import Engine, EngineConfig, Sampling
 from sparse_rl.score.head import Head
 from sparse_rl.score.pack import flatten, pack
 from sparse_rl.score.score import score_microbatch
+from sparse_rl.tasks import Graded
 from sparse_rl.train import Learner, UpdateConfig
 from sparse_rl.train.master import MasterWeights
 from sparse_rl.train.processes import Processes
 from sparse_rl.train.shard import ShardedWeights
-from sparse_rl.train.shares import deal
+from sparse_rl.train.shares import deal, grade
 from sparse_rl.train.update import update
 
 GROUP, MAX_LENGTH = 2, 16
@@ -184,6 +186,21 @@ def test_shares_cover_everything_in_order():
         shares = [list(range(count))[Processes(rank, size).share(count)] for rank in range(size)]
         assert [i for share in shares for i in share] == list(range(count))
         assert max(map(len, shares)) - min(map(len, shares)) <= 1 and len(shares[0]) == math.ceil(count / size)
+
+
+def test_a_failure_keeps_its_completion_where_several_processes_grade():
+    """The second of three processes has no prompt."""
+
+    def part(rewards, why):
+        return Graded(rewards=torch.tensor(rewards), by_function={"f": torch.tensor(rewards)}, failures={"f": why})
+
+    mine, other = part([1.0, 0.0], {1: "late"}), part([0.5, 2.0], {0: "wrong"})
+    first = SimpleNamespace(
+        share=lambda count: slice(0, 1), together=lambda work: work(), gather=lambda own: [own, None, other]
+    )
+    graded = grade(SimpleNamespace(grade=lambda own, _: mine), [None] * 4, 2, None, first)
+    assert graded.rewards.tolist() == graded.by_function["f"].tolist() == [1.0, 0.0, 0.5, 2.0]
+    assert graded.failures == {"f": {1: "late", 2: "wrong"}} and graded.num_failed == 2
 
 
 def test_each_process_has_a_device_of_its_own():

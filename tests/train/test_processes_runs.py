@@ -263,6 +263,7 @@ def rank_of(pid):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # far less where the processor is its own
 @pytest.mark.parametrize("rank", [0, 1])
 def test_torchrun_runs_the_command_and_a_killed_process_is_explained(tmp_path, rank):
     run = start(tmp_path / "run", "--trainer.steps", "1000")

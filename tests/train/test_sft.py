@@ -40,13 +40,15 @@ def random_rows(count: int, seed: int) -> list[Example]:
     return [Example(prompt=Prompt(ids=tuple(ids(1, 40))), token_ids=torch.tensor(ids(1, 30))) for _ in range(count)]
 
 
-def learnt(family: str, examples: list[Example], max_tokens: int) -> tuple[float, list[torch.Tensor]]:
+def learnt(
+    family: str, examples: list[Example], max_tokens: int, max_grad_norm: float = 1e9
+) -> tuple[float, list[torch.Tensor]]:
     """The loss, and the gradient as what plain gradient descent at rate 1 takes off the weights."""
     model = fresh(family, torch.float64).model
     masters = MasterWeights(model)
     before = [master.detach().clone() for master in masters.masters]
     learner = Learner(Head(model), torch.optim.SGD(masters.masters, lr=1.0), masters)
-    metrics = learn(learner, examples, max_tokens, max_grad_norm=1e9)
+    metrics = learn(learner, examples, max_tokens, max_grad_norm)
     return metrics["loss"], [old - new.detach() for old, new in zip(before, masters.masters, strict=True)]
 
 
@@ -78,6 +80,14 @@ def test_packed_rows_are_learnt_as_if_one_by_one(seed):
             assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-6 * float(theirs.abs().max()))
     head = Head(fresh("mistral", torch.float64).model)
     assert mean_nll(head, examples, 64) == pytest.approx(alone, rel=1e-6), "before the update"
+
+
+def test_gradients_are_clipped_to_the_norm(seed):
+    examples = random_rows(3, seed)
+    _, free = learnt("llama", examples, 100)
+    norm = float(torch.stack([gradient.norm() for gradient in free]).norm())
+    _, clipped = learnt("llama", examples, 100, max_grad_norm=norm / 4)
+    assert all(torch.allclose(ours, whole / 4, rtol=1e-5) for ours, whole in zip(clipped, free, strict=True))
 
 
 def test_prompt_tokens_get_no_gradient():

@@ -6,7 +6,9 @@ from __future__ import annotations
 import json
 import logging
 import sys
+from dataclasses import replace
 from functools import lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparse_rl.cli.parsing import model_dtype
@@ -56,35 +58,35 @@ def _add_own(parser: ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the numbers as JSON")
 
 
-def plan_comments(settings: Namespace, parts: dict[str, Any]) -> list[str]:
+def plan_comments(settings: Namespace, parts: dict[str, Any], ranks: int = 1) -> list[str]:
     """The plan on the run's own device as comment lines, or why there is none."""
     try:
         from sparse_rl.plan import lines
 
-        text = lines(_own_plan(settings, parts))
+        text = lines(_own_plan(settings, parts, ranks))
     except ValueError as error:
         text = [f"no plan: {' '.join(str(error).split())}"]
     return [f"# {line}".rstrip() for line in text]
 
 
-def warn_of_memory(settings: Namespace, parts: dict[str, Any]) -> None:
+def warn_of_memory(settings: Namespace, parts: dict[str, Any], ranks: int = 1) -> None:
     """Say before the weights are loaded that the run is not expected to fit its GPU."""
     if not settings.device.startswith("cuda"):
         return
     try:
         from sparse_rl.plan import summary
 
-        plan = _own_plan(settings, parts)
+        plan = _own_plan(settings, parts, ranks)
     except ValueError:
         return  # what cannot be planned may still run
     if not plan.fits:
         logger.warning("this run %s. `sparse-rl plan` with its settings says what would help.", summary(plan))
 
 
-def _own_plan(settings: Namespace, parts: dict[str, Any]) -> Plan:
+def _own_plan(settings: Namespace, parts: dict[str, Any], ranks: int) -> Plan:
     from sparse_rl.plan import choose_device
 
-    return plan_of(settings, parts, choose_device(settings.device))
+    return plan_of(settings, parts, choose_device(settings.device), ranks=ranks)
 
 
 def plan_of(
@@ -117,12 +119,15 @@ def plan_of(
 def _size(model: str, shape: str | None, dtype: str | None, cuda: bool, download: bool) -> ModelSize:
     import torch
 
+    from sparse_rl.model.lora import ADAPTER, base_name
     from sparse_rl.model.shapes import SHAPES, shape_config
     from sparse_rl.plan import model_config, model_size
 
     chosen = model_dtype(dtype)
     if shape is not None:
         return model_size(shape_config(shape), shape, chosen or (torch.bfloat16 if cuda else torch.float32))
+    if (Path(model) / ADAPTER).is_file():  # it is merged into its base
+        return replace(_size(base_name(Path(model)), None, dtype, cuda, download), name=model)
     try:
         config = model_config(model, download=False)
     except ValueError:
@@ -142,6 +147,7 @@ def _size(model: str, shape: str | None, dtype: str | None, cuda: bool, download
 def _run(size: ModelSize, parts: dict[str, Any], prompt: int, ranks: int) -> Run:
     """What the settings say of memory, as numbers."""
     from sparse_rl.calibrate.search import with_budget
+    from sparse_rl.model.lora import check_rank
     from sparse_rl.objective.mismatch import overlap_ids
     from sparse_rl.plan import Run
     from sparse_rl.train.control import control_grid
@@ -152,6 +158,7 @@ def _run(size: ModelSize, parts: dict[str, Any], prompt: int, ranks: int) -> Run
     pool_pages = engine.pool_pages
     if engine.pool_bytes is not None:
         pool_pages = engine.pool_bytes // kv.page_bytes(size.attention, page_size)
+    check_rank(lora.r, size.hidden)
     targets = () if lora.target == ("all-linear",) else lora.target
     completion = max(1, min(parts["sampling"].max_tokens, size.context - prompt))
     grid: tuple[int, ...] = ()

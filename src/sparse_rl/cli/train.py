@@ -98,7 +98,7 @@ def run(arguments: list[str]) -> None:
             from sparse_rl.cli.plan import plan_comments
 
             print(to_yaml(_resolved(settings, task, parts)), end="")
-            print("\n".join(plan_comments(settings, parts)))
+            print("\n".join(plan_comments(settings, parts, processes.size)))
         else:
             _train(settings, task, parts, processes)
     if processes.grouped:  # torch's threads, torn down with the interpreter, at times abort a process that is done
@@ -120,8 +120,8 @@ def _train(settings: Namespace, task: Any, parts: dict[str, Any], processes: Pro
         logging.getLogger("sparse_rl.tasks").setLevel(logging.INFO)  # which rows were read, and how
     processes.by_first(lambda: check_folder(parts["config"]))
     quiet_bars()
-    if not processes.grouped:  # the plan is that of one process
-        warn_of_memory(settings, parts)
+    if processes.first:
+        warn_of_memory(settings, parts, processes.size)
     dtype = model_dtype(settings.dtype)
     loaded = processes.together(lambda: load(settings.model, dtype=dtype, device=processes.device(settings.device)))
     grading = parts.pop("grading")  # the task's, not the trainer's

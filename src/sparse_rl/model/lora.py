@@ -52,14 +52,18 @@ class LoraConfig:
             raise ValueError(f"lora.{given[0]} is given, but lora.r is 0: there are no adapters; set lora.r.")
 
 
+def check_rank(rank: int, width: int) -> None:
+    """Refuse adapters that are no smaller than what they adapt."""
+    if rank > width:
+        raise ValueError(f"lora.r is {rank}, more than the model is wide ({width}); lower it, to 16 say.")
+
+
 def add_adapters(model: PreTrainedModel, config: LoraConfig, seed: int) -> None:
     """Freeze the module and give it adapters in its own dtype. Same seed, same adapters."""
     if getattr(model, "_hf_peft_config_loaded", False):
         raise ValueError("the model has adapters already; load it anew before it gets others.")
     _check_target(model, config.target)
-    width = model.config.get_text_config().hidden_size
-    if config.r > width:
-        raise ValueError(f"lora.r is {config.r}, more than the model is wide ({width}); lower it, to 16 say.")
+    check_rank(config.r, model.config.get_text_config().hidden_size)
     settings = _peft(f"lora.r is {config.r}").LoraConfig(
         r=config.r, lora_alpha=config.alpha, target_modules=ALL if ALL in config.target else list(config.target)
     )

@@ -52,11 +52,15 @@ class ModelSize:
 
     def adapters(self, rank: int, targets: tuple[str, ...] = ()) -> int:
         """Parameters of LoRA adapters on the named matrices, on all of the layers' if none are named."""
-        chosen = [sides for name, sides in self.linears if not targets or name in targets]
-        if not chosen:
-            known = ", ".join(name for name, _ in self.linears)
-            raise ValueError(f"lora.target {', '.join(targets)} is no matrix of {self.name}; it has {known}.")
-        return rank * sum(chosen)
+        sides = dict(self.linears)
+        for target in targets:
+            if _last(target) not in sides:
+                raise ValueError(f"lora.target has {target!r}; this model's projections are {', '.join(sides)}.")
+        return rank * sum(sides[name] for name in ({_last(target) for target in targets} or sides))
+
+
+def _last(path: str) -> str:
+    return path.rpartition(".")[2]
 
 
 def model_config(name: str, *, download: bool) -> PretrainedConfig:
@@ -92,7 +96,7 @@ def model_size(config: PretrainedConfig, name: str, dtype: torch.dtype) -> Model
     for layer in layers:
         for path, module in layer.named_modules():
             if isinstance(module, torch.nn.Linear):
-                linears[path.rpartition(".")[2]] += module.in_features + module.out_features
+                linears[_last(path)] += module.in_features + module.out_features
                 in_linears += module.weight.numel()
     parameters = sum(parameter.numel() for parameter in model.parameters())
     in_layers = [sum(parameter.numel() for parameter in layer.parameters()) for layer in layers]

@@ -49,7 +49,7 @@ class Layout:
             if answer is MISSING or answer is None:
                 raise ValueError(f'{row.where} has no "{self.answer}"; mend or remove it{self._said()}.')
             columns["answer"] = answer
-        if key == "messages" and isinstance(prompt, list) and _is_answer(prompt):
+        if key == "messages" and isinstance(prompt, list) and is_answer(prompt):
             prompt, columns["completion"] = prompt[:-1], prompt[-1].get("content")
         return prompt, columns
 
@@ -96,5 +96,5 @@ def _recognise(row: Row) -> Layout:
     )
 
 
-def _is_answer(messages: list[Any]) -> bool:
+def is_answer(messages: list[Any]) -> bool:
     return bool(messages) and isinstance(messages[-1], dict) and messages[-1].get("role") == "assistant"

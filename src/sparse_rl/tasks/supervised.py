@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from sparse_rl.tasks.files import Table, read_table
-from sparse_rl.tasks.layouts import LAYOUTS
+from sparse_rl.tasks.layouts import LAYOUTS, is_answer
 from sparse_rl.tasks.prompts import check_known, make_prompt, short_enough
 from sparse_rl.tasks.rows import take
 from sparse_rl.types import Prompt
@@ -97,7 +97,7 @@ def make_example(
 ) -> Example:
     """A row as an example; `where` names it in errors."""
     completion = row.get("completion")
-    if isinstance(completion, list) and len(completion) == 1 and isinstance(completion[0], dict):
+    if isinstance(completion, list) and len(completion) == 1 and is_answer(completion):
         completion = completion[0].get("content")  # TRL's way to write it in a chat
     if not isinstance(completion, str):
         raise ValueError(f'{where} has no "completion" that is a string; mend or remove it.')
