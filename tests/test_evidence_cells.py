@@ -270,6 +270,67 @@ def test_a_device_that_is_not_there_is_said_before_any_cell(evidence, tmp_path, 
         pool.main({}, None)
 
 
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--only", "trial-naiv-45-s0"], "there is no cell 'trial-naiv-45-s0'; --list names them."),
+        (["--only", "trial-naive-45-s0"], ""),  # whatever --testbed says
+        (["--jobs", "0"], "2"),
+        (["--only", "smollm2-dense-s0"], "there is no data/words/warm.jsonl"),
+    ],
+)
+def test_what_a_command_line_has_wrong_is_said_before_any_cell(evidence, tmp_path, monkeypatch, flags, said):
+    _, pool = evidence
+    begun = []
+    monkeypatch.setattr(pool, "run", lambda cells, *_: begun.extend(cell.name for cell in cells))
+    monkeypatch.chdir(tmp_path)
+    folders = ["--results", str(tmp_path), "--models", str(tmp_path / "models"), "--device", "cpu"]
+    monkeypatch.setattr(sys, "argv", ["part_a.py", *folders, *flags])
+    with pytest.raises(SystemExit) as end:
+        pool.main({}, None)
+    assert str(end.value).startswith(said)
+    assert begun == ([] if said else ["trial-naive-45-s0"])
+
+
+def test_ctrl_c_says_how_to_go_on(evidence, tmp_path, monkeypatch):
+    _, pool = evidence
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pool, "run", interrupted)
+    folders = ["--results", str(tmp_path), "--models", str(tmp_path / "models"), "--device", "cpu"]
+    monkeypatch.setattr(sys, "argv", ["part_a.py", *folders, "--only", "trial-naive-45-s0"])
+    with pytest.raises(SystemExit, match="goes on with what is left"):
+        pool.main({}, None)
+
+
+def test_a_step_is_timed_on_some_completions_and_told_for_all(evidence, tmp_path, monkeypatch):
+    """A clock that moves a second whenever it is read: each stage takes 1 s, four times as many completions 4 s."""
+    cells, _ = evidence
+    import part_e
+    import timing
+
+    seconds = iter(range(1000))
+    monkeypatch.setattr(timing, "clock", lambda _: next(seconds))
+    learnt = []
+    monkeypatch.setattr(timing, "learn", lambda args, learner, part, guards, preset: learnt.append((len(part), preset)))
+    small = {
+        "shape": "tiny",
+        "sequences": 16,
+        "learnt": 4,
+        "prompt": 8,
+        "response": 24,
+        "interval": 4,
+        "max_tokens": 256,
+    }
+    cell = part_e.cells(cells.TRIAL)[1]
+    found = timing.step(dataclasses.replace(cell, settings=cell.settings | small | {"budget": 8}), "cpu", tmp_path)
+    assert {found[f"{name}_s"] for name in ("score", "update_plain", "update_corrected", "correct")} == {4}
+    assert found["rollout_s"] == 1 and 0 < found["kv_saved"] < 1
+    assert {count for count, _ in learnt} == {4} and {preset for _, preset in learnt} == {"none", "reweight_only"}
+
+
 @pytest.mark.parametrize("accuracy", [0.5, 0.7, 0.9])
 def test_a_start_model_appears_whole_and_within_range(evidence, tmp_path, monkeypatch, accuracy):
     """Its script writes beside the place where cells look, and what cannot gain or lose is no start."""
