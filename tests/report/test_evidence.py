@@ -361,7 +361,9 @@ def test_smollm2_reads_as_a_testbed(tmp_path):
     assert evidence.end("smollm2", "naive", 64, "sparse").mean == 0.3
     assert evidence.under("smollm2", "naive", 64, "rkv:48").count == 3
     assert cases(evidence, ["naive"]) == []  # its overlap is on another scale
-    assert "## Arms and budgets: smollm2" in page(evidence, "r", "o", "p", [])
+    text = page(evidence, "r", "o", "p", [])
+    assert "## Arms and budgets: smollm2" in text
+    assert "| 64 | naive | 0.550 ± 0.012 | 0.300 ± 0.012 | 0.300 ± 0.020 |" in text  # the last before training
 
 
 def test_the_later_line_counts_and_a_broken_one_is_named(tmp_path):
