@@ -134,6 +134,62 @@ def test_a_calibration_and_what_trains_on_it(evidence, tmp_path):
     assert run["bins"]["kv/budget/0"][0] == 30 and run["bins"]["distill/overlap_p05"][0] is not None
 
 
+def test_a_measurement_by_hand(evidence, monkeypatch):
+    """Two rollouts of three tokens: xi is 1, 1e-5, 0.5 and 1, 1, 2e-4, the overlap 1 but for one token of each."""
+    import torch
+    import work
+
+    from sparse_rl.score import DenseScores
+    from sparse_rl.types import KVStats, Prompt, Rollout
+
+    unknown = KVStats(held=(), full=0, hybrid=0.0, peak=0, peak_bytes=0, num_compressions=0)
+    rollouts, scores = [], []
+    for xi, shared in (([1.0, 1e-5, 0.5], [1.0, 0.2, 1.0]), ([1.0, 1.0, 2e-4], [1.0, 1.0, 0.6])):
+        sampler = torch.tensor([[1.0, 0.0]]).expand(3, 2).clamp(min=1e-30).log()
+        dense = torch.stack([torch.tensor(shared), 1 - torch.tensor(shared)], dim=1).clamp(min=1e-30).log()
+        known = {"sampler_logprobs": torch.zeros(3), "completion_mask": torch.ones(3, dtype=torch.bool)}
+        known |= {"top_ids": torch.zeros(3, 2, dtype=torch.long), "top_logprobs": sampler}
+        prompt = Prompt(ids=(1,))
+        rollouts.append(
+            Rollout(prompt=prompt, sample=0, token_ids=torch.zeros(3), finish_reason="length", kv=unknown, **known)
+        )
+        scores.append(DenseScores(dense_logprobs=torch.tensor(xi).log(), at_top_ids=dense))
+    monkeypatch.setattr(work, "score", lambda *_, **__: scores)
+    found = work.mismatch(argparse.Namespace(model=None), rollouts, 100)
+    assert found["first_veto"] == [1] and found["rejection"] == 0.5
+    assert (found["length"], found["lengths"], found["rollouts"]) == (3, [3, 3], 2)
+    assert found["overlap_min"] == pytest.approx(0.4) and found["overlap_mean"] == pytest.approx(4.8 / 6)
+    log_xi = torch.tensor([1e-5, 0.5, 2e-4], dtype=torch.float64).log()
+    assert found["kl"] == pytest.approx(-float(log_xi.sum()) / 6, rel=1e-4)
+
+
+def test_a_cells_threshold_is_the_runs(evidence, tmp_path, monkeypatch):
+    cells, _ = evidence
+    import work
+
+    asked = []
+
+    def stopped(*_, correction, **__):
+        asked.append(correction.veto)
+        raise InterruptedError
+
+    monkeypatch.setattr(work, "Trainer", stopped)
+    monkeypatch.setattr(work.tempfile, "tempdir", str(tmp_path))
+    for eps in (1e-2, None):
+        with pytest.raises(InterruptedError):
+            work.train(cells.training("b", cells.TRIAL, "sparse_rl", 45, 0, eps=eps), "cpu", tmp_path)
+    assert asked == [1e-2, 1e-4]
+
+
+def test_the_real_models_caches(evidence):
+    import real
+
+    found = real.caches(64)
+    entries = {name: getattr(policy, "budget", 0) for name, policy in found.items()}
+    budgets = {f"{name}:{budget}": budget for name in real.POLICIES for budget in (64, 48)}
+    assert entries == {"full": 0} | budgets
+
+
 def test_needs_come_first_unless_their_model_is_there(evidence, tmp_path):
     cells, pool = evidence
     known = {cell.name: cell for cell in all_cells(cells, pool)}
@@ -158,6 +214,7 @@ def test_what_begins_when(evidence):
     assert begin(everything, missing, [second], {}, later) is None  # which alone waits for
     assert begin([needy, first], missing, [second], {}, later) is first
     assert begin(everything, missing, [alone], {}, later) is None
+    assert begin([first], {"first"}, [alone], {}, later) is None  # nothing beside it
     assert begin([needy], {"needy"}, [second], {}, later) is needy
     assert begin([needy], {"needy", "first"}, [], {}, later) is None
     assert begin([first], {"first"}, [], {pool._kind(first): 1001.0}, later) is None  # it would not end by then
@@ -268,6 +325,67 @@ def test_a_device_that_is_not_there_is_said_before_any_cell(evidence, tmp_path, 
     monkeypatch.setattr(sys, "argv", ["part_a.py", *folders, "--device", "cuda:99", "--only", "long-warm"])
     with pytest.raises(SystemExit, match=r"^--device 'cuda:99' cannot be used here \(.*\); use cpu\.$"):
         pool.main({}, None)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--only", "trial-naiv-45-s0"], "there is no cell 'trial-naiv-45-s0'; --list names them."),
+        (["--only", "trial-naive-45-s0"], ""),  # whatever --testbed says
+        (["--jobs", "0"], "2"),
+        (["--only", "smollm2-dense-s0"], "there is no data/words/warm.jsonl"),
+    ],
+)
+def test_what_a_command_line_has_wrong_is_said_before_any_cell(evidence, tmp_path, monkeypatch, flags, said):
+    _, pool = evidence
+    begun = []
+    monkeypatch.setattr(pool, "run", lambda cells, *_: begun.extend(cell.name for cell in cells))
+    monkeypatch.chdir(tmp_path)
+    folders = ["--results", str(tmp_path), "--models", str(tmp_path / "models"), "--device", "cpu"]
+    monkeypatch.setattr(sys, "argv", ["part_a.py", *folders, *flags])
+    with pytest.raises(SystemExit) as end:
+        pool.main({}, None)
+    assert str(end.value).startswith(said)
+    assert begun == ([] if said else ["trial-naive-45-s0"])
+
+
+def test_ctrl_c_says_how_to_go_on(evidence, tmp_path, monkeypatch):
+    _, pool = evidence
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pool, "run", interrupted)
+    folders = ["--results", str(tmp_path), "--models", str(tmp_path / "models"), "--device", "cpu"]
+    monkeypatch.setattr(sys, "argv", ["part_a.py", *folders, "--only", "trial-naive-45-s0"])
+    with pytest.raises(SystemExit, match="goes on with what is left"):
+        pool.main({}, None)
+
+
+def test_a_step_is_timed_on_some_completions_and_told_for_all(evidence, tmp_path, monkeypatch):
+    """A clock that moves a second whenever it is read: each stage takes 1 s, four times as many completions 4 s."""
+    cells, _ = evidence
+    import part_e
+    import timing
+
+    seconds = iter(range(1000))
+    monkeypatch.setattr(timing, "clock", lambda _: next(seconds))
+    learnt = []
+    monkeypatch.setattr(timing, "learn", lambda args, learner, part, guards, preset: learnt.append((len(part), preset)))
+    small = {
+        "shape": "tiny",
+        "sequences": 16,
+        "learnt": 4,
+        "prompt": 8,
+        "response": 24,
+        "interval": 4,
+        "max_tokens": 256,
+    }
+    cell = part_e.cells(cells.TRIAL)[1]
+    found = timing.step(dataclasses.replace(cell, settings=cell.settings | small | {"budget": 8}), "cpu", tmp_path)
+    assert {found[f"{name}_s"] for name in ("score", "update_plain", "update_corrected", "correct")} == {4}
+    assert found["rollout_s"] == 1 and 0 < found["kv_saved"] < 1
+    assert {count for count, _ in learnt} == {4} and {preset for _, preset in learnt} == {"none", "reweight_only"}
 
 
 @pytest.mark.parametrize("accuracy", [0.5, 0.7, 0.9])

@@ -28,7 +28,7 @@ from cells import RESULTS, STARTS, TESTBEDS, Cell, Testbed, read_results, warm_c
 PARTS = ("warm", "a", "b", "c", "d", "e", "f", "g", "smollm2")
 MODELS = Path("runs/evidence/models")
 # Seconds of a cell, where none of its kind is done.
-GUESS = {"warm": 480, "train": 240, "matrix": 90, "measure": 45, "calibrate": 90, "step": 120, "begin": 420, "arm": 420}
+GUESS = {"warm": 480, "train": 240, "matrix": 90, "measure": 45, "calibrate": 90, "step": 150, "begin": 240, "arm": 180}
 
 
 def main(parts: dict[str, Callable[[Testbed], list[Cell]]], description: str | None) -> None:
@@ -44,9 +44,11 @@ def main(parts: dict[str, Callable[[Testbed], list[Cell]]], description: str | N
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--models", type=Path, default=MODELS, help="folder of the models that cells leave to others")
     args = parser.parse_args()
+    if args.jobs < 1:
+        parser.error(f"--jobs is {args.jobs}; it takes one process at least.")
     beds = [TESTBEDS[name] for name in args.testbed]
     listed = {cell.name: cell for make in parts.values() for bed in beds for cell in make(bed)}
-    known = listed | {cell.name: cell for bed in beds for make in (warm_cells, *_makers()) for cell in make(bed)}
+    known = {c.name: c for bed in TESTBEDS.values() for make in (warm_cells, *_makers()) for c in make(bed)}
     results = read_results(args.results, PARTS)
     done = {name for name, cell in known.items() if _done(cell, results)}
     if args.list:
@@ -65,6 +67,7 @@ def main(parts: dict[str, Callable[[Testbed], list[Cell]]], description: str | N
                 f"{name} is done, but its model is not in {args.models}: carry it there, so that all runs begin with "
                 f"the same weights, or make it anew with --only {name}, and then every result that began with it."
             )
+    _check_data([known[name] for name in ordered])
     _check_device(args.device)
     longest: dict[str, float] = {}  # seconds of the slowest cell of each kind so far
     for name in results.keys() & known.keys():
@@ -72,6 +75,8 @@ def main(parts: dict[str, Callable[[Testbed], list[Cell]]], description: str | N
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the processes end too
     try:
         failed = run([known[name] for name in ordered], args, longest)
+    except KeyboardInterrupt:
+        sys.exit("stopped; the same command goes on with what is left.")
     finally:
         signal.signal(signal.SIGTERM, before)
     sys.exit(1 if failed else 0)
@@ -84,6 +89,16 @@ def lay_out_starts(models: Path) -> None:
             part = models / f"{start.name}.{os.getpid()}"
             shutil.copytree(start, part)
             os.replace(part, models / start.name)
+
+
+def _check_data(cells: list[Cell]) -> None:
+    """That what a warm start learns from is there, before a model is loaded for it."""
+    for folder in {cell.settings["data"] for cell in cells if cell.work == "begin"}:
+        if not (Path(folder) / "warm.jsonl").exists():
+            sys.exit(
+                f"there is no {folder}/warm.jsonl; `python scripts/word_problems.py DATA {folder} --warm-only gsm8k` "
+                "makes it, from a folder of benchmarks."
+            )
 
 
 def _check_device(name: str) -> None:

@@ -26,6 +26,7 @@ from sparse_rl.rollout import Engine, EngineConfig, Sampling
 from sparse_rl.types import kv_saved_frac
 
 POLICIES = ("rkv", "snapkv", "streaming")
+UPDATE_TOKENS = "8192"  # of a forward: five runs share the GPU's memory
 SECOND = 0.75  # the matrix's other budget, of the first
 
 
@@ -56,7 +57,7 @@ def arm(cell: Cell, device: str, models: Path) -> dict[str, Any]:
     target = args.runs / args.task / cell.name
     command = smollm2.train_command(args, name, budget)
     command += ["--engine.compile", "false", "--update.compile", "false"]  # a run is too short to pay for it
-    given = {"--trainer.output_dir": str(target), "--eval.prompts": "0"}
+    given = {"--trainer.output_dir": str(target), "--eval.prompts": "0", "--update.max_tokens": UPDATE_TOKENS}
     given["--trainer.resume_from_checkpoint"] = str((target / "run.json").exists()).lower()
     for flag, value in given.items():
         command[command.index(flag) + 1] = value

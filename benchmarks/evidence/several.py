@@ -16,6 +16,8 @@ from pool import PARTS, main
 
 if __name__ == "__main__":
     names = [word for word in sys.argv[1:] if word in PARTS]
+    if not names and not {"-h", "--help"} & set(sys.argv):
+        sys.exit(f"name the parts to run, of {' '.join(PARTS)}.")
     sys.argv = [sys.argv[0], *(word for word in sys.argv[1:] if word not in names)]
     makers = {name: warm_cells if name == "warm" else importlib.import_module(f"part_{name}").cells for name in names}
     main(makers, __doc__)

@@ -31,6 +31,7 @@ from sparse_rl.report.evidence import (
 )
 from sparse_rl.report.evidence_claims import FAILS, HOLDS, UNTESTED, tail_beats_mean, verdicts
 from sparse_rl.report.evidence_page import page
+from sparse_rl.report.evidence_summary import in_short
 from sparse_rl.report.evidence_tables import before_table, presets_table
 
 ROOT = Path(__file__).parents[2]
@@ -183,6 +184,21 @@ def test_tail_against_mean(predicting, expected):
     assert cases(Evidence(tuple(records)), ["naive"]) == []
 
 
+def test_a_tail_that_warns_of_the_wrong_runs_does_not_beat_the_mean():
+    """Both say the opposite of a warning, the tail less so."""
+    records = [made_up.before("short", "full", 0), *made_up.seeds("short", "dense", 0, 0.95)]
+    for i in range(24):
+        failed = i % 2 == 0
+        mean = (0.8 if failed else 0.2) + 0.001 * i
+        known = dict.fromkeys(STATISTICS, 0.5) | {"overlap_mean": mean, "overlap_p05": 0.5 if i % 3 else mean}
+        records.append(made_up.before("short", "rkv", 20 + i, **known))
+        records += made_up.seeds("short", "naive", 20 + i, 0.5 if failed else 0.85)
+    evidence = Evidence(tuple(records))
+    found = cases(evidence, ["naive"])
+    assert auc(found, "overlap_mean") < auc(found, "overlap_p05") < 0.5
+    assert tail_beats_mean(evidence).state != HOLDS
+
+
 def test_two_perfect_predictors_cannot_be_told_apart():
     records = [made_up.before("short", "full", 0), *made_up.seeds("short", "dense", 0, 0.95)]
     for budget in range(20, 30):
@@ -255,6 +271,38 @@ def test_cases_join_runs_with_what_was_measured():
     assert found.change == pytest.approx(-0.3)
 
 
+def test_the_page_begins_with_what_it_comes_to():
+    """Three seeds each: dense 0.95, sparse_rl 0.9, which is 94.7 %, naive 0.4; the start is 0.8."""
+    records = [
+        *made_up.whole(naive=0.4),
+        made_up.before("short", "rkv", 40),
+        made_up.before("short", "rkv", 20, overlap_mean=0.5),
+    ]
+    records += made_up.seeds("short", "sparse_rl", 40, 0.93, eps=1e-2)
+    for arm, four in (("dense", 0.96), ("naive", 0.2)):
+        records += made_up.seeds("short", arm, 40, four, updates_per_rollout=4)
+    said = dict(line.removeprefix("- **").split(":** ") for line in in_short(Evidence(tuple(records))))
+    assert said["Of the dense arm's accuracy sparse_rl keeps"] == (
+        "short (completions of 180 tokens): " + ", ".join(["95 % with 50 % of KV saved"] * 3) + "."
+    )
+    (lost,) = (text for title, text in said.items() if title.startswith("Runs that end clearly below"))
+    assert lost == "naive 3 of 3; sparse_rl 3 of 6."  # the extreme budget's
+    assert (
+        "reject_only at budget 40 (0.900 ± 0.006)" in said["The correction that ends highest, of those with all seeds"]
+    )
+    (used,) = (text for title, text in said.items() if title.startswith("Used with"))
+    assert used == "short: -0.100 ± 0.008 (clearly) under rkv:40, -0.100 ± 0.008 (clearly) under rkv:30."
+    assert said["A veto at 1e-2 instead of 1e-4 changes dense accuracy by"] == (
+        "short: +0.030 ± 0.008 (clearly) at budget 40."
+    )
+    (updates,) = (text for title, text in said.items() if title.startswith("Four updates"))
+    assert updates == "short: -0.210 ± 0.012 (clearly) with naive."  # -0.2 less +0.01
+    (best,) = (text for title, text in said.items() if title.startswith("What, measured"))
+    assert best == "sparse_rl: overlap, mean, below 0.7, right in 100 % (AUC 1.00)."
+    assert "sparse_rl_release at 60 and 40 and 30" in said["Not measured yet"] and "SmolLM2" in said["Not measured yet"]
+    assert in_short(Evidence(())) == ["- **Not measured yet:** where time and memory go; SmolLM2."]
+
+
 def test_corrections_against_the_papers_by_hand():
     """Errors of 0.01 over three seeds are 0.0058, of a difference 0.0082: 0.03 is clear, 0.02 is not."""
     records = [
@@ -313,7 +361,9 @@ def test_smollm2_reads_as_a_testbed(tmp_path):
     assert evidence.end("smollm2", "naive", 64, "sparse").mean == 0.3
     assert evidence.under("smollm2", "naive", 64, "rkv:48").count == 3
     assert cases(evidence, ["naive"]) == []  # its overlap is on another scale
-    assert "## Arms and budgets: smollm2" in page(evidence, "r", "o", "p", [])
+    text = page(evidence, "r", "o", "p", [])
+    assert "## Arms and budgets: smollm2" in text
+    assert "| 64 | naive | 0.550 ± 0.012 | 0.300 ± 0.012 | 0.300 ± 0.020 |" in text  # the last before training
 
 
 def test_the_later_line_counts_and_a_broken_one_is_named(tmp_path):

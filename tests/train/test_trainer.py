@@ -74,6 +74,14 @@ def test_a_budget_above_all_lengths_is_warned_of_once(tmp_path, caplog):
     assert lines[1]["kv/saved_frac"] == 0.0 and lines[1]["correction/rejection_rate"] == 0.0
 
 
+@pytest.mark.parametrize(("preset", "kv", "warned"), [("none", RKV, 1), ("none", None, 0), ("tis", RKV, 0)])
+def test_a_sparse_cache_without_a_correction_is_warned_of_once(tmp_path, caplog, preset, kv, warned):
+    """Naive runs lose accuracy more often than not (docs/evidence.md), and no other alarm sees it."""
+    parts = {"correction": PRESETS[preset], "kv": kv(budget=40, interval=8) if kv else Full()}
+    small_trainer(tmp_path, steps=2, parts=parts).train()
+    assert caplog.text.count("corrects nothing") == warned
+
+
 def test_high_rejection_is_warned_of_once_and_low_is_not(tmp_path, caplog):
     small_trainer(tmp_path / "a", steps=2, parts={"correction": Correction(veto=0.9)}).train()
     assert caplog.text.count("of the completions were rejected") == 1

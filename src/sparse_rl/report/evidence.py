@@ -348,7 +348,8 @@ def _in_shape(record: Record) -> Record:
     settings |= {"trained_at": 0 if arm == "start" else at, "testbed": {"name": "smollm2", "budgets": [budget]}}
     matrix = results["matrix"]
     if arm == "start":
-        results = results | results["before"] | {"accuracy": None}
+        reward, error = matrix[f"rkv:{budget}"]
+        results = results | results["before"] | {"accuracy": None, "reward": reward, "reward_se": error}
     else:
         results = results | {"dense": matrix["full"], "sparse": matrix[f"rkv:{budget}"], "checks": []}
     return record | {"settings": own | settings, "results": results}

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from sparse_rl.report.evidence import CLEAR, LEARNS, LEAST, SEEDS, Evidence, read_evidence
 from sparse_rl.report.evidence_claims import UNTESTED, number, verdicts
+from sparse_rl.report.evidence_summary import in_short
 from sparse_rl.report.evidence_tables import (
     NONE,
     arms_table,
@@ -58,7 +59,9 @@ def page(evidence: Evidence, results: str, output: str, plots: str, drawn: Seque
     def plot(name: str, text: str) -> list[str]:
         return [f"![{text}]({plots}/{name}.png)"] if name in drawn else []
 
-    parts = ["# Evidence", ABOUT.format(results=results, output=output, seeds=SEEDS), *_verdicts(evidence)]
+    short = "\n".join(in_short(evidence))
+    parts = ["# Evidence", ABOUT.format(results=results, output=output, seeds=SEEDS)]
+    parts += ["## In short", short, *_verdicts(evidence)]
     if not evidence.records:
         return "\n\n".join([*parts, "There are no results yet.", ""])
     parts += ["## Testbeds", _testbeds(evidence)]
@@ -98,8 +101,9 @@ def _verdicts(evidence: Evidence) -> list[str]:
         numbers.append(f"- {verdict.claim}{'' if verdict.findings else ': missing'}")
         numbers += [f"  - {name}: {finding.numbers}" for name, finding in verdict.findings.items()]
     clearly = (
-        f"Clearly is by more than {CLEAR} standard errors of the difference (with {SEEDS} seeds each about 95 % by "
-        f"Student's t) and by {LEAST} at least; surely, with as many standard errors to spare."
+        f"Clearly is by more than {CLEAR} standard errors of the difference and by {LEAST} at least; surely, with as "
+        f"many standard errors to spare. With {SEEDS} seeds each that is 97.5 % by Student's t, one-sided, and 95 % "
+        "where all of the spread is one arm's."
     )
     otherwise = f"Anything else, a missing run, or a dense arm that gains less than {LEARNS:.2f}: {UNTESTED}."
     parts = ["## Verdicts", table(("claim", "verdict"), rows), "The numbers:", "\n".join(numbers)]

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from sparse_rl.evaluate.statistics import Estimate, estimate
 from sparse_rl.report.evidence import ARMS, DROP, STATISTICS, Evidence, cases, held, kv_read, survival
+from sparse_rl.report.evidence_tables import sparse_before
 from sparse_rl.report.plots import COLOURS, INK, looks, plot_style
 
 if TYPE_CHECKING:
@@ -20,12 +21,14 @@ if TYPE_CHECKING:
 
 PALETTE = (INK, *COLOURS[:4], "#7f3c8d", *COLOURS[4:], "#8c6d31")
 LOOKS = dict(zip(ARMS, zip(PALETTE, "osD^v<PX*", strict=True), strict=True))  # colour and marker of an arm
+TICKS = (0.02, 0.1, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.98)  # of an accuracy
+NEAR = 1e-4  # where what is nearer to the dense model stands on a log axis
 LABEL = 8  # size of a label at a point
 STAGES = {
     "rollout_s": "rollout",
     "update_plain_s": "update",
     "extra": "what correcting adds",
-    "score_s": "scoring first",
+    "score_s": "scoring first (if asked for)",
 }
 
 
@@ -56,39 +59,44 @@ def _arms(figure: Figure, evidence: Evidence, bed: str) -> bool:
     budgets, shown = evidence.bed(bed)["budgets"], False
     panels = figure.subplots(1, 2, sharey=True)
     for panel, cache in zip(panels, ("dense", "sparse"), strict=True):
-        panel.set_title(f"Accuracy after training, {cache} cache (± 1 s.e.)")
         for i, arm in enumerate(ARMS[1:]):
             colour, marker = LOOKS[arm]
             ends = [evidence.end(bed, arm, budget, cache) for budget in budgets]
-            places = [x + (i - 3.5) * 0.09 for x in range(len(budgets))]
+            places = [x + (i - 3.5) * 0.1 for x in range(len(budgets))]
             shown |= _points(panel, places, ends, color=colour, marker=marker, ls="", markersize=6, label=arm)
-        if cache == "dense":
-            for label, found, dash in (
-                ("dense", evidence.end(bed, "dense", 0), "-"),
-                ("before", evidence.start(bed), ":"),
-            ):
+        names = []
+        for x, budget in enumerate(budgets):
+            names.append(f"budget {budget}{_saved(evidence, bed, budget)}")
+            if cache == "dense":
+                lines = {"-": evidence.end(bed, "dense", 0), ":": evidence.start(bed)}
+            else:
+                lines = {
+                    "-": evidence.under(bed, "dense", 0, f"rkv:{budget}"),
+                    ":": sparse_before(evidence, bed, budget),
+                }
+            for dash, found in lines.items():
+                label = "dense-trained" if dash == "-" else "before training"
                 if found.count:
-                    panel.axhline(found.mean, color=INK, ls=dash, lw=1, label=label)
-        else:
-            trained = [evidence.under(bed, "dense", 0, f"rkv:{budget}") for budget in budgets]
-            shown |= _points(panel, list(range(len(budgets))), trained, color=INK, lw=1)
-        panel.set_xticks(range(len(budgets)), [f"budget {budget}" for budget in budgets])
+                    panel.plot([x - 0.45, x + 0.45], [found.mean] * 2, color=INK, ls=dash, lw=1.3, label=label)
+        panel.set_title(f"Accuracy after training, {cache} cache (± 1 s.e.)")
+        panel.set_xticks(range(len(budgets)), names)
         panel.set_xlim(-0.5, len(budgets) - 0.5)
+        panel.grid(axis="x", visible=False)
         panel.margins(y=0.1)
-    figure.legend(
-        *_legend(panels),
-        loc="outside lower left",
-        ncols=10,
-        columnspacing=0.7,
-        handletextpad=0.2,
-        fontsize=9,
-    )
+    figure.legend(*_legend(panels), loc="outside lower left", ncols=5, columnspacing=1.0, handletextpad=0.3, fontsize=9)
     return shown
+
+
+def _saved(evidence: Evidence, bed: str, budget: int) -> str:
+    """What sparse_rl's rollouts save there, as the second line of a label."""
+    saved = evidence.curve(bed, "sparse_rl", budget, "kv_saved", slice(None)).mean
+    return "" if math.isnan(saved) else f"\n{saved:.0%} of KV saved"
 
 
 def _curves(figure: Figure, evidence: Evidence, bed: str) -> bool:
     """Dense accuracy over the steps, mean of the seeds: before, some looks on the way, the end."""
-    budgets, start, shown = evidence.bed(bed)["budgets"], evidence.start(bed), False
+    budgets, start, lows = evidence.bed(bed)["budgets"], evidence.start(bed), [0.2]
+    figure.set_size_inches(9.0, 4.4)
     panels = figure.subplots(1, len(budgets), sharey=True, squeeze=False)[0]
     for panel, budget in zip(panels, budgets, strict=True):
         for arm in ARMS:
@@ -102,17 +110,22 @@ def _curves(figure: Figure, evidence: Evidence, bed: str) -> bool:
             colour, marker = LOOKS[arm]
             found = [estimate(on_the_way[step]) for step in steps[1:-1]]
             found = [Estimate(start.mean, 0.0, 1), *found, evidence.end(bed, arm, budget)]
-            shown |= _points(panel, steps, found, color=colour, marker=marker, label=arm)
+            apart = [step + (ARMS.index(arm) - 4) * steps[-1] / 200 for step in steps]
+            if _points(panel, apart, found, color=colour, marker=marker, lw=1.2, label=arm):
+                lows += [each.mean for each in found if each.count]
         panel.set_title(f"Dense accuracy, budget {budget}")
-        panel.set_xlabel("step")
-        panel.margins(y=0.1)
+        panel.set_xlabel("step (bars: ± 1 s.e.)")
+        panel.set_yscale("logit", nonpositive="clip")  # or all that learn lie on each other
+        panel.set_yticks(TICKS, [f"{tick:g}" for tick in TICKS])
+        panel.set_yticks([], minor=True)
+        panel.set_ylim(max(TICKS[0] / 2, min(lows) / 2), (1 + TICKS[-1]) / 2)
     figure.legend(*_legend(panels), loc="outside lower left", ncols=9, columnspacing=1.0, fontsize=9)
-    return shown
+    return len(lows) > 1
 
 
 def _budgets(figure: Figure, evidence: Evidence, bed: str) -> bool:
     settings = evidence.bed(bed)
-    budgets = sorted({*settings["sweep"], *settings["budgets"]})
+    budgets = [b for b in sorted({*settings["sweep"], *settings["budgets"]}) if evidence.runs(bed, "sparse_rl", b)]
     panel, shown = figure.subplots(), False
     for arm in ("naive", "sparse_rl"):
         for cache, dash in (("dense", "-"), ("sparse", "--")):
@@ -121,21 +134,22 @@ def _budgets(figure: Figure, evidence: Evidence, bed: str) -> bool:
             label = f"{arm}, {cache} cache"
             shown |= _points(panel, list(budgets), ends, color=colour, marker=marker, ls=dash, label=label)
     dense = evidence.end(bed, "dense", 0)
-    if dense.count:
-        panel.axhline(dense.mean, color=INK, lw=1, label="dense")
+    for found, label, dash in ((dense, "dense-trained", "-"), (evidence.start(bed), "before training", ":")):
+        if found.count:
+            panel.axhline(found.mean, color=INK, lw=1, ls=dash, label=f"{label}, dense cache")
     panel.set_title("Accuracy after training by budget (± 1 s.e.)")
-    panel.set_xlabel("KV budget, entries")
+    panel.set_xlabel("KV budget, entries (those tried so far)")
     panel.set_xscale("log", base=2)
     panel.set_xticks(budgets, [str(budget) for budget in budgets])
     panel.set_xticks([], minor=True)
     panel.margins(y=0.1)
     if shown:
-        figure.legend(loc="outside right upper")
+        figure.legend(loc="outside right upper", handlelength=3.5)
     return shown
 
 
 def _lengths(figure: Figure, evidence: Evidence, bed: str) -> bool:
-    """Share of rollouts that no veto would have ended by a token; dotted, what a constant hazard foretells."""
+    """Share of rollouts that a veto would have ended by a token; dotted, what a constant hazard foretells."""
     settings = evidence.bed(bed)
     panel, shown = figure.subplots(), False
     budgets = sorted({*settings["sweep"], *settings["budgets"]})
@@ -144,14 +158,16 @@ def _lengths(figure: Figure, evidence: Evidence, bed: str) -> bool:
         if found is None or not found.places:
             continue
         shown = True
-        steps = [0, *(place + 1 for place in found.places), found.length]
-        left = [max(found.left(step), 0.5 / found.total) for step in steps]
-        panel.step(steps, left, color=colour, where="post", label=f"budget {budget}")
-        ends = (found.middle, found.length)  # a straight line on this axis
-        panel.plot(ends, [max(found.law(end), 0.5 / found.total) for end in ends], color=colour, ls=":", lw=1.5)
-    panel.set_title("Rollouts without a token xi < 1e-4 so far, before training (dotted: constant hazard)")
+        steps = [*(place + 1 for place in found.places), found.length]
+        panel.step(
+            steps, [1 - found.left(step) for step in steps], color=colour, where="post", label=f"budget {budget}"
+        )
+        ahead = [found.middle + i / 20 * (found.length - found.middle) for i in range(21)] if found.hazard else []
+        panel.plot(ahead, [1 - found.law(token) for token in ahead], color=colour, ls=":", lw=1.8)
+    panel.set_title("Rollouts with a token xi < 1e-4 so far, before training (dotted: a constant hazard foretells)")
     panel.set_xlabel("tokens")
     panel.set_yscale("log")
+    panel.yaxis.set_major_formatter(lambda share, _: f"{share:.3%}".rstrip("0%").rstrip(".") + " %")
     if shown:
         figure.legend(loc="outside right upper")
     return shown
@@ -178,8 +194,16 @@ def _matrix(figure: Figure, evidence: Evidence, bed: str) -> bool:
 
 def _tails(figure: Figure, evidence: Evidence, bed: str) -> bool:
     """Accuracy with both caches against what a step reads; schedules with their targets beside them."""
+    from matplotlib.patheffects import Normal, Stroke
+
     runs, shown = held(evidence, bed), False
-    names = {"tis": "constant budget", "schedule": "schedule", "auto": "auto", "auto_distill": "auto + DistillSparse"}
+    figure.set_size_inches(9.0, 4.2)
+    names = {
+        "tis": "constant budget",
+        "schedule": "schedule for a P05",
+        "auto": "auto",
+        "auto_distill": "auto + DistillSparse",
+    }
     panels, texts = figure.subplots(1, 2, sharey=True), []
     for panel, cache in zip(panels, ("dense", "sparse"), strict=True):
         for (arm, label), colour, marker in zip(names.items(), COLOURS, "osD^", strict=False):
@@ -192,12 +216,13 @@ def _tails(figure: Figure, evidence: Evidence, bed: str) -> bool:
             for (budget, target), x, end in zip(own, reads, ends, strict=True):
                 text = str(budget) if target is None else f"{target:g}"
                 if end.count and arm in ("tis", "schedule"):
-                    place = {"xytext": (3, -11 if arm == "tis" else 6), "textcoords": "offset points"}
+                    place = {"xytext": (-12, 7) if arm == "tis" else (3, -13), "textcoords": "offset points"}
                     texts.append(panel.annotate(text, (x, end.mean), color=colour, fontsize=LABEL, **place))
+                    texts[-1].set_path_effects([Stroke(linewidth=2.5, foreground="white"), Normal()])
         lines = {"-": evidence.end(bed, "dense", 0), ":": evidence.start(bed)} if cache == "dense" else {}
         for dash, found in lines.items():
             if found.count:
-                label = "dense" if dash == "-" else "before"
+                label = "dense-trained" if dash == "-" else "before training"
                 panel.axhline(found.mean, color=INK, ls=dash, lw=1, label=label)
         panel.set_title(f"Accuracy after training, {cache} cache (± 1 s.e.)")
         panel.set_xlabel("KV read, of a dense cache")
@@ -220,19 +245,27 @@ def _apart(figure: Figure, texts: list[Annotation]) -> None:
 
 
 def _predictors(figure: Figure, evidence: Evidence) -> bool:
+    """On log axes, what is further from the dense model to the right: most overlaps are next to 1."""
     found = cases(evidence, ["naive"])
     figure.set_size_inches(9.0, 5.6)
     panels = figure.subplots(2, 3, sharey=True).flat
     beds = list(dict.fromkeys(case.setting[0] for case in found))
-    for panel, (name, (label, _)) in zip(panels, STATISTICS.items(), strict=True):
-        for bed, (colour, marker) in zip(beds, looks(len(beds)), strict=True):
-            own = [case for case in found if case.setting[0] == bed]
-            x, y = [case.known[name] for case in own], [case.change for case in own]  # None is not drawn
+    for panel, (name, (label, sign)) in zip(panels, STATISTICS.items(), strict=True):
+        panel.set_xscale("log")
+        known = [(case.setting[0], case.known[name], case.change) for case in found]
+        far = [(bed, max(v if sign > 0 else 1 - v, NEAR), change) for bed, v, change in known if v is not None]
+        values = [value for _, value, _ in far] or [1.0]
+        panel.set_xlim(min(values) / 1.5, max(values) * 1.5)
+        for bed, (colour, _), marker in zip(beds, looks(len(beds)), "osD^v<P"[: len(beds)], strict=True):
+            x, y = ([case[i] for case in far if case[0] == bed] for i in (1, 2))
             panel.plot(x, y, color=colour, marker=marker, ls="", alpha=0.7, label=bed)
         panel.axhline(-DROP, color=INK, ls=":", lw=1)
-        panel.set_xlabel(label)
+        panel.set_xlabel(label if sign > 0 else f"1 - {label}")
     figure.suptitle(
-        "Change of dense accuracy in naive runs, by what was measured before", x=0.01, ha="left", fontsize=11
+        "Change of dense accuracy in naive runs, by what was measured before (below the dotted line: a collapse)",
+        x=0.01,
+        ha="left",
+        fontsize=11,
     )
     if beds:
         figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower left", ncols=4)
@@ -242,7 +275,8 @@ def _predictors(figure: Figure, evidence: Evidence) -> bool:
 def _times(figure: Figure, evidence: Evidence) -> bool:
     records = sorted(evidence.part("e"), key=lambda r: (r["settings"]["response"], r["settings"]["budget"]))
     seconds, memory = figure.subplots(1, 2)
-    names = [f"{r['settings']['response']} {'sparse' if r['settings']['budget'] else 'dense'}" for r in records]
+    kinds = [(r["settings"]["response"], "sparse" if r["settings"]["budget"] else "dense") for r in records]
+    names = [f"{response:,} tokens, {kind}" for response, kind in kinds]
     left = [0.0] * len(records)
     for (stage, label), colour in zip(STAGES.items(), PALETTE[:4], strict=True):
         values = [_stage(r["results"], stage) for r in records]

@@ -65,7 +65,7 @@ def _run(evidence: Evidence, bed: str, arm: str, budget: int, eps: float | None 
     ends = [number(evidence.end(bed, arm, budget, cache, eps=eps)) for cache in ("dense", "sparse")]
     return [
         *ends,
-        number(_sparse_before(evidence, bed, budget if arm != "dense" else _middle(evidence, bed))),
+        number(sparse_before(evidence, bed, budget if arm != "dense" else middle(evidence, bed))),
         curve("kv_saved", slice(None), ".0%"),
         *(curve("catastrophic", at, ".1%") for at in (FIRST, LAST)),
         *(curve("kl", at, ".4f") for at in (FIRST, LAST)),
@@ -75,13 +75,13 @@ def _run(evidence: Evidence, bed: str, arm: str, budget: int, eps: float | None 
     ]
 
 
-def _middle(evidence: Evidence, bed: str) -> int:
+def middle(evidence: Evidence, bed: str) -> int:
     """The budget between lenient and severe, or the only one."""
     budgets: list[int] = evidence.bed(bed)["budgets"]
     return (budgets[1:] or budgets)[0]
 
 
-def _sparse_before(evidence: Evidence, bed: str, budget: int) -> Estimate:
+def sparse_before(evidence: Evidence, bed: str, budget: int) -> Estimate:
     """Accuracy of the rollouts with this budget before training."""
     found = [record["results"] for record in evidence.before(bed, "rkv", budget)]
     return over_seeds([[result["reward"], result["reward_se"]] for result in found if "reward" in result])
@@ -224,7 +224,7 @@ def tails_table(evidence: Evidence, bed: str) -> str:
         ends = [number(evidence.end(bed, arm, budget, cache, target=target)) for cache in ("dense", "sparse")]
         steps = ", ".join(dict.fromkeys(str(r["results"].get("budgets", budget)) for r in runs))
         given = results["schedules"].get(f"{target:g}") if arm == "schedule" else None
-        accuracy = over_seeds([given["sparse"]]) if given else _sparse_before(evidence, bed, budget)
+        accuracy = over_seeds([given["sparse"]]) if given else sparse_before(evidence, bed, budget)
         lost = f"{sum(collapsed(run, start) for run in runs)} of {len(runs)}" if start.count and runs else NONE
         rows.append([arm, NONE if target is None else f"{target:g}", steps or NONE])
         rows[-1] += [_share(_least(given["tails"]), ".2f") if given else NONE, *after]
@@ -286,10 +286,10 @@ def times_table(evidence: Evidence) -> str:
 
 
 def updates_table(evidence: Evidence, bed: str) -> str:
-    middle, rows = _middle(evidence, bed), []
+    at, rows = middle(evidence, bed), []
     alone: Estimate | None = None  # what staleness does without sparsity
     for arm in ("dense", "naive", "sparse_rl", "sparse_rl_release", "tis"):
-        one, four = (evidence.end(bed, arm, middle, updates=updates) for updates in (1, 4))
+        one, four = (evidence.end(bed, arm, at, updates=updates) for updates in (1, 4))
         change = Estimate(four.mean - one.mean, math.hypot(one.se, four.se), min(one.count, four.count))
         alone = alone or change
         beyond = Estimate(change.mean - alone.mean, math.hypot(change.se, alone.se), min(change.count, alone.count))

@@ -62,8 +62,14 @@ def engine_metrics(rollouts: list[Rollout], stats: EngineStats, rows: int, secon
     }
 
 
-def warn(rollouts: list[Rollout], graded: Graded, evicts: bool, warned: set[str]) -> None:
+def warn(rollouts: list[Rollout], graded: Graded, evicts: bool, naive: bool, warned: set[str]) -> None:
     """What the user would want to change, each once; alarms.py has what may come and go."""
+    if naive and "naive" not in warned:
+        warned.add("naive")
+        logger.warning(
+            "the cache is sparse and correction.preset none corrects nothing: the sampler is learnt, and the dense "
+            "policy often lost; set correction.preset to sparse_rl, or kv.policy to full."
+        )
     found = {name: list(why.values()) for name, why in graded.failures.items() if why}
     failed = [f"{name} {len(reasons)} times, the first: {reasons[0]}" for name, reasons in found.items()]
     if bool(graded.rewards.isnan().all()) and "ungraded" not in warned:

@@ -163,7 +163,8 @@ class Trainer:
         self.guards.note(updated.bad, self.update_config.num_updates, graded.rewards, self.step, run.folder)
         metrics = rollout_metrics(rollouts, graded, self._groups(rollouts)) | speed | updated.metrics | distilled
         evicts = isinstance(self.kv, EvictPolicy) and self.controller is None  # which lowers a budget by itself
-        warn(rollouts, graded, evicts, run.warned)
+        naive = not isinstance(self.kv, Full) and self.correction == PRESETS["none"]
+        warn(rollouts, graded, evicts, naive, run.warned)
         metrics |= self.alarms.look_at_rewards(bool(advantages_R.any()), metrics["reward"])
         metrics |= self._control(rollouts, updated, metrics)
         run.remember(metrics)

@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What docs/evidence.md comes to, in a few sentences at its top; each from the raw results, none where they are not."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from sparse_rl.evaluate.statistics import Estimate
+from sparse_rl.report.evidence import (
+    LEARNS,
+    SEEDS,
+    STATISTICS,
+    Evidence,
+    auc,
+    cases,
+    compare,
+    ratio,
+    survival,
+    threshold,
+)
+from sparse_rl.report.evidence_claims import number
+from sparse_rl.report.evidence_tables import EPS, middle
+
+CHANCE = 0.6  # of AUC: at or below it nothing is foretold
+UPDATED = ("naive", "sparse_rl", "sparse_rl_release", "tis")
+
+
+def in_short(evidence: Evidence) -> list[str]:
+    """Bullets, in the order of the page."""
+    beds = [bed for bed in evidence.testbeds if evidence.gain(bed).mean >= LEARNS]
+    chains = [bed for bed in beds if "sweep" in evidence.bed(bed)]
+    parts = {
+        "Of the dense arm's accuracy sparse_rl keeps": [_kept(evidence, bed) for bed in beds],
+        "Runs that end clearly below where they began, over all policies and budgets": _lost(evidence),
+        "The correction that ends highest, of those with all seeds": [_best(evidence, bed) for bed in beds],
+        "Used with the same sparse cache, the dense-trained model leads the sparse_rl-trained one by": [
+            _used(evidence, bed) for bed in beds
+        ],
+        "A veto at 1e-2 instead of 1e-4 changes dense accuracy by": [_veto(evidence, bed) for bed in chains],
+        "Rollouts with a token xi < 1e-4, as a constant hazard foretells from their first half, and as seen": [
+            _hazard(evidence, bed) for bed in chains
+        ],
+        "What, measured before training, best tells the runs that end below": _foretold(evidence),
+        "Four updates a rollout, beyond what they do to the dense arm, change accuracy by": [
+            _updates(evidence, bed) for bed in chains
+        ],
+        "Not measured yet": list(_missing(evidence)),
+    }
+    said = {title: [text for text in texts if text] for title, texts in parts.items()}
+    return [f"- **{title}:** {'; '.join(texts)}." for title, texts in said.items() if texts]
+
+
+def _kept(evidence: Evidence, bed: str) -> str:
+    dense, shown = evidence.end(bed, "dense", 0), []
+    for budget in evidence.bed(bed)["budgets"]:
+        kept = ratio(evidence.end(bed, "sparse_rl", budget), dense)
+        saved = evidence.curve(bed, "sparse_rl", budget, "kv_saved", slice(None)).mean
+        if kept.count >= SEEDS:
+            shown.append(f"{100 * kept.mean:.0f} % with {100 * saved:.0f} % of KV saved")
+    length = evidence.curve(bed, "dense", 0, "length", slice(None)).mean
+    return _of(f"{bed} (completions of {length:.0f} tokens)", shown)
+
+
+def _lost(evidence: Evidence) -> list[str]:
+    """By arm, over all policies and budgets."""
+    found = {arm: cases(evidence, [arm]) for arm in ("naive", "sparse_rl")}
+    return [f"{arm} {sum(c.failed for c in own)} of {len(own)}" for arm, own in found.items() if own]
+
+
+def _best(evidence: Evidence, bed: str) -> str:
+    shown = []
+    for budget in evidence.bed(bed)["budgets"]:
+        ends = {arm: evidence.end(bed, arm, budget) for arm in evidence.arms(bed)[1:]}
+        whole = {arm: end for arm, end in ends.items() if end.count >= SEEDS}
+        if whole:
+            best = max(whole, key=lambda arm: whole[arm].mean)
+            shown.append(f"{best} at budget {budget} ({number(whole[best])})")
+    return _of(bed, shown)
+
+
+def _used(evidence: Evidence, bed: str) -> str:
+    shown = []
+    for budget in evidence.bed(bed)["budgets"]:
+        cache = f"rkv:{budget}"
+        dense, ours = evidence.under(bed, "dense", 0, cache), evidence.under(bed, "sparse_rl", budget, cache)
+        if min(dense.count, ours.count) >= SEEDS:
+            shown.append(f"{_less(dense, ours)} under {cache}")
+    return _of(bed, shown)
+
+
+def _veto(evidence: Evidence, bed: str) -> str:
+    shown = []
+    for budget in evidence.bed(bed)["budgets"]:
+        strict, papers = (evidence.end(bed, "sparse_rl", budget, eps=eps) for eps in (EPS[-1], None))
+        if min(strict.count, papers.count) >= SEEDS:
+            shown.append(f"{_less(strict, papers)} at budget {budget}")
+    return _of(bed, shown)
+
+
+def _hazard(evidence: Evidence, bed: str) -> str:
+    """At part a's budgets, where there are enough to count."""
+    shown = []
+    for budget in evidence.bed(bed)["budgets"]:
+        found = survival(evidence, bed, budget)
+        if found is not None and found.hazard > 0:
+            told, seen = (100 * (1 - left(found.length)) for left in (found.law, found.left))
+            shown.append(f"{told:.0f} and {seen:.0f} % at budget {budget}")
+    return _of(bed, shown)
+
+
+def _foretold(evidence: Evidence) -> list[str]:
+    texts = []
+    for arm in ("naive", "sparse_rl"):
+        found = cases(evidence, [arm])
+        if len({case.failed for case in found}) < 2:
+            continue
+        areas = {name: auc(found, name) for name in STATISTICS}
+        most = max(area for area in areas.values() if not math.isnan(area))
+        if most <= CHANCE:
+            texts.append(f"{arm}: nothing does (AUC {most:.2f} at most)")
+            continue
+        equal = [name for name, area in areas.items() if area == most]
+        name = max(equal, key=lambda name: threshold(found, name)[1])
+        (label, sign), (cut, right) = STATISTICS[name], threshold(found, name)
+        side = f"{'below' if sign < 0 else 'above'} {cut:.2g}"
+        others = f", as of {len(equal) - 1} others" if len(equal) > 1 else ""
+        texts.append(f"{arm}: {label}, {side}, right in {100 * right:.0f} % (AUC {most:.2f}{others})")
+    return texts
+
+
+def _updates(evidence: Evidence, bed: str) -> str:
+    at, shown = middle(evidence, bed), list[str]()
+    changes: dict[str, Estimate] = {}
+    for arm in ("dense", *UPDATED):
+        one, four = (evidence.end(bed, arm, at, updates=updates) for updates in (1, 4))
+        if min(one.count, four.count) >= SEEDS:
+            changes[arm] = Estimate(four.mean - one.mean, math.hypot(one.se, four.se), SEEDS)
+    if "dense" in changes:
+        shown = [f"{_less(changes[arm], changes['dense'])} with {arm}" for arm in UPDATED if arm in changes]
+    return _of(bed, shown)
+
+
+def _missing(evidence: Evidence) -> Iterator[str]:
+    """Part a's arms, part b's thresholds and budgets; where time goes; the real model."""
+    for bed in evidence.testbeds:
+        settings, shown = evidence.bed(bed), []
+        for arm in evidence.arms(bed):
+            lacking = [str(b) for b in settings["budgets"] if len(evidence.runs(bed, arm, b)) < SEEDS]
+            shown += [f"{arm} at {' and '.join(lacking)}"] if lacking else []
+        if "sweep" in settings:
+            lacking = [str(b) for b in settings["sweep"] if len(evidence.runs(bed, "sparse_rl", b)) < SEEDS]
+            shown += [f"sparse_rl at {' and '.join(lacking)}"] if lacking else []
+            strict = [evidence.runs(bed, "sparse_rl", b, eps=EPS[-1]) for b in settings["budgets"][1:]]
+            shown += ["other thresholds of the veto"] if any(len(runs) < SEEDS for runs in strict) else []
+            others = [r for r in evidence.trained(bed) if r["settings"]["policy"] not in ("full", "rkv")]
+            shown += [] if others else ["naive with other policies"]
+        if shown:
+            yield f"{bed}: {', '.join(shown)}"
+    if not evidence.part("e"):
+        yield "where time and memory go"
+    if "smollm2" not in evidence.testbeds:
+        yield "SmolLM2"
+
+
+def _less(first: Estimate, second: Estimate) -> str:
+    """+0.039 ± 0.011, and whether that is clear."""
+    clear = "more" in (compare(first, second), compare(second, first))
+    apart, error = first.mean - second.mean, math.hypot(first.se, second.se)
+    return f"{apart:+.3f} ± {error:.3f}{' (clearly)' if clear else ''}"
+
+
+def _of(name: str, shown: list[str]) -> str:
+    return f"{name}: {', '.join(shown)}" if shown else ""
