@@ -57,7 +57,7 @@ class Testbed:
     budgets: tuple[int, int, int] = (67, 45, 32)
     sweep: tuple[int, ...] = (22, 45, 67, 90, 134, 179)
     problems: int = 1024  # held out
-    whole: bool = True  # or without parts f and g and some of part d, which a shorter one has
+    whole: bool = True  # or without parts f and g and the runs of part d, which a shorter one has
 
 
 SHORT = Testbed(name="short")

@@ -153,8 +153,6 @@ def _missing(evidence: Evidence) -> Iterator[str]:
             shown += [f"sparse_rl at {' and '.join(lacking)}"] if lacking else []
             strict = [evidence.runs(bed, "sparse_rl", b, eps=EPS[-1]) for b in settings["budgets"][1:]]
             shown += ["other thresholds of the veto"] if any(len(runs) < SEEDS for runs in strict) else []
-            others = [r for r in evidence.trained(bed) if r["settings"]["policy"] not in ("full", "rkv")]
-            shown += [] if others else ["naive with other policies"]
         if shown:
             yield f"{bed}: {', '.join(shown)}"
     if not evidence.part("e"):
