@@ -146,7 +146,7 @@ def test_help_names_every_setting_without_a_model():
     assert code == 0 and "generate" in out
 
 
-def test_help_that_lists_no_component_does_not_import_torch():
+def test_reports_and_help_that_lists_no_component_do_without_torch():
     script = """
 import sys
 from sparse_rl.cli import main
@@ -156,6 +156,8 @@ for command in ([], ["report"], ["export"], ["bench"], ["data"], ["data", "check
     except SystemExit as end:
         assert end.code == 0, command
     assert "torch" not in sys.modules, f"{command} imported torch"
+import sparse_rl.report.page
+assert "torch" not in sys.modules, "report imported torch"
 """
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
