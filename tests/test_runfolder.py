@@ -47,6 +47,6 @@ def test_a_folder_of_something_else_is_refused_and_hidden_files_are_nothing(tmp_
 
 def test_a_file_that_cannot_be_written_leaves_no_part_of_it(tmp_path):
     (tmp_path / "page").mkdir()
-    with pytest.raises(OSError, match="page could not be written .*; make room"):
+    with pytest.raises(OSError, match=r"page could not be written .*; make room"):
         write_whole(tmp_path / "page", "text")
     assert [path.name for path in tmp_path.iterdir()] == ["page"]
