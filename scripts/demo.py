@@ -43,7 +43,7 @@ def main() -> None:
         settings = {
             "trainer.output_dir": args.runs / arm,
             "trainer.steps": args.steps,
-            "trainer.resume_from_checkpoint": any((args.runs / arm).glob("checkpoint-*")),
+            "trainer.resume_from_checkpoint": (args.runs / arm / "run.json").exists(),
             "correction.preset": preset,
             "kv.budget": BUDGET,
             "eval.every": 0,
@@ -57,6 +57,7 @@ def main() -> None:
     if RECORDED.exists():
         console.print(recorded_table(read_evidence(RECORDED)))
         print("Live runs are short and of one seed: they differ by little more than their errors.")
+        print("xi < 1e-4: rollouts with a token that the dense model would all but never have written.")
     sparse_rl(["report", *(str(args.runs / arm) for arm in ARMS), f"--output={args.runs / 'report.html'}"])
     print(f"{time.time() - began:.0f} s in all")
 

@@ -41,6 +41,11 @@ def test_it_tells_versions_and_variables_but_no_names(monkeypatch, capsys):
     assert not re.search(rf"\b{re.escape(platform.node())}\b", text)
 
 
+def test_only_whole_names_are_home_folders():
+    home = str(Path.home())
+    assert env.without_homes([f"{home}/x", home, f"{home}stead/x"]) == ["~/x", "~", f"{home}stead/x"]
+
+
 def test_what_is_missing_is_told_with_its_remedy(monkeypatch):
     monkeypatch.setattr(env, "version", lambda package: None if package == "peft" else "1.0")
     assert env.facts()["optional"]["peft"] == "not installed: pip install 'sparse-rl[lora]'"

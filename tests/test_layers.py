@@ -4,6 +4,10 @@
 from __future__ import annotations
 
 import ast
+import importlib
+import re
+from functools import reduce
+from itertools import pairwise
 from pathlib import Path
 
 import sparse_rl
@@ -50,3 +54,17 @@ def test_attention_does_not_know_the_cache():
 def test_every_file_has_a_licence_line():
     for path in ROOT.rglob("*.py"):
         assert path.read_text().startswith("# SPDX-License-Identifier: Apache-2.0"), path
+
+
+def test_the_way_to_the_kernel_that_contributing_shows_is_there():
+    """Each place calls the next by name, but for the hops that the text itself names."""
+    text = (ROOT.parents[1] / "CONTRIBUTING.md").read_text()
+    way = re.findall(r"^    ([a-z]+/[a-z]+)\.([\w.]+)$", text, flags=re.MULTILINE)
+    assert 2 < len(way) <= 8 and way[0][0] == "cli/train" and way[-1][1] == "decode_attention"
+    for module, name in way:
+        found = importlib.import_module("sparse_rl." + module.replace("/", "."))
+        assert callable(reduce(getattr, name.split("."), found)), (module, name)
+    for (module, _), (_, name) in pairwise(way):
+        if module != "rollout/decoder":  # transformers is between
+            word = name.split(".")[0] if module == "cli/train" else name.split(".")[-1]
+            assert re.search(rf"\b{word}\(", (ROOT / f"{module}.py").read_text()), (module, name)

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from sparse_rl.runfolder import command, differences
+from sparse_rl.runfolder import check_folder, command, differences, write_whole
 
 
 @pytest.mark.parametrize(
@@ -35,3 +35,18 @@ def test_differences_but_for_what_is_ignored():
     assert differences(before, after) == ["b.a 2 is now 5", "b.c 3 is now 4", "new None is now 7"]
     assert differences(before, after, ("a", "c", "b.a")) == ["b.c 3 is now 4", "new None is now 7"]
     assert differences(before, after, ("b", "b.a", "b.c", "new")) == []
+
+
+def test_a_folder_of_something_else_is_refused_and_hidden_files_are_nothing(tmp_path):
+    (tmp_path / ".lock").touch()
+    assert check_folder(tmp_path, "eval.json", "an evaluation", resume=False) is False
+    (tmp_path / "letters").touch()
+    with pytest.raises(ValueError, match="has something else than an evaluation in it; give another --output"):
+        check_folder(tmp_path, "eval.json", "an evaluation", resume=True)
+
+
+def test_a_file_that_cannot_be_written_leaves_no_part_of_it(tmp_path):
+    (tmp_path / "page").mkdir()
+    with pytest.raises(OSError, match=r"page could not be written .*; make room"):
+        write_whole(tmp_path / "page", "text")
+    assert [path.name for path in tmp_path.iterdir()] == ["page"]

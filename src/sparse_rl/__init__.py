@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reinforcement learning of language models whose rollouts run on a sparse KV cache."""
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -8,6 +9,9 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = ["SparseCache", "__version__"]
+
+for _name in ("torchao", "torch.utils._pytree"):  # they complain of each other when transformers imports them
+    logging.getLogger(_name).setLevel(logging.ERROR)
 
 
 def __getattr__(name: str) -> Any:

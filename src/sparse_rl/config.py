@@ -2,7 +2,7 @@
 """From components' settings to command-line flags and YAML keys, and back.
 
 Each component owns a frozen dataclass; its fields become `--section.field`, documented by the lines `field: text` of
-its docstring. Nothing here knows what a setting means.
+its docstring. Nothing here knows what a setting means, and no component is imported before it is asked for.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from collections.abc import Mapping
 from dataclasses import MISSING, fields, replace
 from difflib import get_close_matches
 from types import UnionType
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from jsonargparse import ArgumentParser, Namespace
 
-from sparse_rl.kv import POLICIES, KVPolicy, build_policy
-from sparse_rl.objective.correction import PRESETS, Correction
-from sparse_rl.tasks import RENAMED, TASKS, TaskConfig
+if TYPE_CHECKING:
+    from sparse_rl.kv import KVPolicy
+    from sparse_rl.objective.correction import Correction
+    from sparse_rl.tasks import TaskConfig
 
 C = TypeVar("C")
 
@@ -45,20 +46,28 @@ def build_section(component: type[C], name: str, section: Namespace) -> C:
 
 
 def add_kv_section(parser: ArgumentParser) -> None:
+    from sparse_rl.kv import POLICIES
+
     _add_choice(parser, "kv", "policy", "full", POLICIES)
 
 
 def build_kv(section: Namespace) -> KVPolicy:
     """The policy with the settings that were given."""
+    from sparse_rl.kv import build_policy
+
     return build_policy(**_given(section))
 
 
 def add_task_section(parser: ArgumentParser) -> None:
+    from sparse_rl.tasks import TASKS
+
     _add_choice(parser, "task", "name", "chain", TASKS)
 
 
 def build_task(section: Namespace) -> TaskConfig:
     """The task's settings; `build` makes the task."""
+    from sparse_rl.tasks import RENAMED, TASKS
+
     given = _given(section)
     name = given.pop("name", None)
     if name in RENAMED:
@@ -76,6 +85,8 @@ def build_task(section: Namespace) -> TaskConfig:
 
 def add_correction_section(parser: ArgumentParser) -> None:
     """`--correction.preset` and every field of the correction; unset ones are the preset's."""
+    from sparse_rl.objective.correction import PRESETS, Correction
+
     group = parser.add_argument_group("correction settings (defaults are the preset's)")
     group.add_argument("--correction.preset", type=str, default="sparse_rl", help=f"one of {', '.join(PRESETS)}")
     hints, texts = get_type_hints(Correction), field_texts(Correction)
@@ -86,6 +97,8 @@ def add_correction_section(parser: ArgumentParser) -> None:
 
 def build_correction(section: Namespace) -> Correction:
     """The preset with the fields that were given."""
+    from sparse_rl.objective.correction import PRESETS
+
     given = _given(section)
     preset = given.pop("preset", None)
     if preset not in PRESETS:
@@ -109,8 +122,9 @@ def _add_choice(parser: ArgumentParser, section: str, key: str, default: str, co
 
 
 def _by_default(names: dict[str, list[str]]) -> str:
-    """4: streaming; 0: random, knorm"""
-    return "; ".join(f"{default}: {', '.join(of)}" for default, of in names.items())
+    """4: streaming; 0: random, knorm; only the names where the default is nothing"""
+    shown = {default: "" if default in ("None", "()", "") else f"{default}: " for default in names}
+    return "; ".join(shown[default] + ", ".join(of) for default, of in names.items())
 
 
 def _given(section: Namespace) -> dict[str, Any]:

@@ -44,7 +44,7 @@ METRICS: dict[str, str] = {
     "rollout_corr/k3_kl": "mean over tokens of xi - log xi - 1 (k3)",
     "mismatch/ess_frac": "effective sample size of the raw weights xi, as a fraction of the tokens",
     "mismatch/catastrophic_frac": "share of tokens with xi < 1e-4",
-    "mismatch/catastrophic_rollout_frac": "share of completions with such a token: what a veto at 1e-4 rejects",
+    "mismatch/catastrophic_rollout_frac": "share of completions with a token of xi < 1e-4: what a veto at 1e-4 rejects",
     "mismatch/lowest_log_xi_mean": "mean over completions of their smallest log xi",
     "mismatch/xi_p01": "1st percentile of xi over tokens",
     "mismatch/xi_p05": "5th percentile of xi over tokens",

@@ -13,11 +13,12 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any
-
-import torch
+from typing import IO, TYPE_CHECKING, Any
 
 import sparse_rl
+
+if TYPE_CHECKING:
+    import torch
 
 
 def lock(folder: Path, doing: str = "training") -> IO[str]:
@@ -90,6 +91,8 @@ def provenance(device: torch.device) -> dict[str, Any]:
 
 
 def hardware(device: torch.device) -> str:
+    import torch
+
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     try:

@@ -194,8 +194,14 @@ def test_settings_that_cannot_be():
 
 
 def test_too_few_tokens(small, tmp_path):
-    with pytest.raises(ValueError, match="fewer than min_tokens"):
-        calibrate(replace(small, config=replace(CONFIG, min_tokens=5000, budgets=(12,))), tmp_path)
+    most = len(small.prompts) * small.sampling.n * small.sampling.max_tokens
+    few = replace(small, config=replace(CONFIG, min_tokens=most + 1, budgets=(12,)))
+    with pytest.raises(ValueError, match=rf" are {most:,} tokens, fewer than min_tokens \({most + 1:,}\); give more"):
+        calibrate(few, tmp_path / "known before")
+    assert not (tmp_path / "known before").exists()
+    decision = replace(CONFIG, min_tokens=most, budgets=(12,), tokens="decision", entropy=50)
+    with pytest.raises(ValueError, match="the dense cache sampled 0 decision tokens, fewer than min_tokens"):
+        calibrate(replace(small, config=decision), tmp_path / "known after")
 
 
 def test_the_command(tmp_path, monkeypatch):
@@ -256,7 +262,10 @@ def test_errors_are_one_sentence(flags, said):
 
 def test_prompts_of_a_file_and_a_benchmark(tmp_path):
     (tmp_path / "mine.jsonl").write_text('{"prompt": "a=b1;b=a2;a|"}\n{"prompt": "a=b1;b=a2;b|"}\n')
-    code, out, err = run("calibrate", "--prompts", str(tmp_path / "mine.jsonl"), "--max-tokens", "30", "--dry-run")
+    own = ["--prompts", str(tmp_path / "mine.jsonl"), "--max-tokens", "30", "--dry-run"]
+    code, _, err = run("calibrate", *own)
+    assert code == 2 and "2 prompts x 8 samples of 30 tokens are 480 tokens, fewer than min_tokens (2,000)" in err
+    code, out, err = run("calibrate", *own, "--min-tokens", "480")
     assert code == 0, err
     assert "2 prompts" in out and "at most 42 tokens" in out
     tiny = ["--model", "tiny", "--benchmarks", "gsm8k", "svamp", "--num-prompts", "5", "--max-tokens", "64"]

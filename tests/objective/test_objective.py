@@ -93,6 +93,14 @@ def test_bounds_truncate_and_mask_at_every_level():
     assert weights(level="token", lower=0.4, upper=3.0, action="mask") == pytest.approx([0.5, 2.0, 0.0, 0.0])
 
 
+def test_a_rollouts_ratio_is_its_tokens_product_or_geometric_mean():
+    xi, rows = torch.tensor([0.5, 2.0, 8.0, 7.0]), torch.tensor([0, 1, 1, 1])
+    mask = torch.tensor([True, True, True, False])
+    for level, expected in (("sequence", [0.5, 16.0, 16.0]), ("geometric", [0.5, 4.0, 4.0])):
+        weight = correct(xi.log(), mask, rows, 2, Correction(level=level)).weight
+        assert weight[mask].tolist() == pytest.approx(expected)
+
+
 def test_extreme_and_broken_ratios_stay_finite():
     """Weights are clamped, the veto is not; nan rejects; masked tokens do not matter."""
     log_xi = torch.tensor([500.0, -500.0, float("nan"), float("nan"), 0.0])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The first line of a run in the terminal, for every kind of budget."""
+"""A run in the terminal: its first line for every kind of budget, its steps and evaluations."""
 
 from __future__ import annotations
 
@@ -38,6 +38,17 @@ def test_a_run_says_its_budget(kv, auto, said, tmp_path, capsys):
 )
 def test_what_is_shown_as_zero_has_no_sign(value, form, shown):
     assert _cell(value, form) == shown
+
+
+def test_a_step_and_its_evaluation_are_a_line_each_under_the_headings(capsys):
+    step = {"step": 7, "reward": 0.5, "correction/rejection_rate": 0.25, "rollout_corr/kl": 0.0125, "step_time": 3.0}
+    step |= {"kv/saved_frac": 0.55, "completions/mean_length": 179, "grad_norm": 0.032, "rollout/tokens_per_s": 7737}
+    evaluated = {"eval/dense/reward": 0.838, "eval/dense/reward_se": 0.016}
+    Live().on_log({"step": 0} | evaluated)
+    Live().on_log(step | evaluated)
+    before, row, after = capsys.readouterr().err.splitlines()
+    assert before == "     0 held out: dense cache 0.838 ± 0.016" and after == before.replace("0 held", "7 held")
+    assert row.split() == ["7", "0.500", "25.0%", "0.0125", "55%", "179", "0.032", "7,737", "3.0"]
 
 
 def test_a_stage_that_begins_is_shown_at_once():

@@ -56,3 +56,9 @@ def test_every_chosen_rollout_is_packed_once_within_the_budget(sizes, max_tokens
         assert set(completions.rows[m.tokens].tolist()) == set(m.indices)
         assert len(m.tokens) == sum(len(rollouts[i].token_ids) for i in m.indices)
         assert m.boundaries[-1] == len(m.ids)
+
+
+def test_the_longest_are_packed_first():
+    """Two rows of 6 + 4; shortest first, it would be three."""
+    packed = pack([rollout(1, n) for n in (3, 3, 5, 5)], max_tokens=10)
+    assert [m.indices for m in packed] == [(0, 2), (1, 3)]

@@ -25,8 +25,9 @@ def measure_dense(floor: Tokens, config: CalibrationConfig) -> dict[str, Any]:
     counts = np.bincount(floor.contexts[chosen] // config.bin) if chosen.any() else np.zeros(1, dtype=int)
     bins = pool_bins(counts.tolist(), config.bin, config.min_tokens)
     if counts.sum() < config.min_tokens:
+        kind = "decision tokens" if config.tokens == "decision" else "tokens"
         raise ValueError(
-            f"the dense cache sampled {counts.sum():,} {config.tokens} tokens, fewer than min_tokens "
+            f"the dense cache sampled {counts.sum():,} {kind}, fewer than min_tokens "
             f"({config.min_tokens:,}); give more prompts, more samples (--n), or lower min_tokens."
         )
     dense = described(floor, bins, config)

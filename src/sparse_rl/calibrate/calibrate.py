@@ -86,6 +86,16 @@ def longest_context(prompts: list[Prompt], sampling: Sampling, context: int) -> 
     return min(context, max(len(prompt.ids) for prompt in prompts) + sampling.max_tokens)
 
 
+def check_tokens(prompts: list[Prompt], sampling: Sampling, config: CalibrationConfig) -> None:
+    """Raise if not even samples of full length have the tokens that a bin needs."""
+    most = len(prompts) * sampling.n * sampling.max_tokens
+    if most < config.min_tokens:
+        raise ValueError(
+            f"{len(prompts)} prompts x {sampling.n} samples of {sampling.max_tokens} tokens are {most:,} tokens, fewer "
+            f"than min_tokens ({config.min_tokens:,}); give more prompts, more samples (--n), or lower min_tokens."
+        )
+
+
 def calibrate(
     calibration: Calibration,
     output: str | Path,
@@ -100,6 +110,7 @@ def calibrate(
     """
     folder, observer = Path(output), observer or CalibrationObserver()
     calibration.budgets()  # what is wrong with them is said before the work
+    check_tokens(calibration.prompts, calibration.sampling, calibration.config)
     check_folder(folder, RECORD, "a calibration", resume=resume)
     folder.mkdir(parents=True, exist_ok=True)
     with lock(folder, "calibrating"):

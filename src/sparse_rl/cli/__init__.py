@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import importlib
-import logging
 import os
 import sys
 
@@ -47,8 +46,6 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(0)
     if arguments[0] not in COMMANDS:
         fail(f"unknown command {arguments[0]!r}; the commands are {', '.join(COMMANDS)}.")
-    for name in ("torchao", "torch.utils._pytree"):  # they complain of each other when transformers imports them
-        logging.getLogger(name).setLevel(logging.ERROR)
     try:
         importlib.import_module(f"sparse_rl.cli.{arguments[0]}").run(arguments[1:])
         if sys.stdout is not None:

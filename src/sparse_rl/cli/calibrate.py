@@ -240,9 +240,10 @@ def _dry_run(
     reader: Reader,
 ) -> None:
     """Prompts, budgets and tokens at most; no weights are loaded."""
-    from sparse_rl.calibrate import longest_context
+    from sparse_rl.calibrate import check_tokens, longest_context
 
     prompts = _prompts(settings, reader)
+    check_tokens(prompts, sampling, config)
     longest = longest_context(prompts, sampling, reader.context)
     budgets = config.grid(policy, longest, engine.page_size or policy.page_size)
     room = sum(sampling.n * min(sampling.max_tokens, reader.context - len(prompt.ids)) for prompt in prompts)

@@ -39,6 +39,7 @@ def make_parser(command: str, description: str) -> ArgumentParser:
         formatter_class=Formatter,
         exit_on_error=False,
         allow_abbrev=False,
+        print_config=None,  # --dry-run prints every setting
     )
 
 
