@@ -40,7 +40,8 @@ and any cell is run again by `python benchmarks/evidence/part_X.py --only CELL` 
 error over seeds ({seeds} where nothing else is said); that of an accuracy is at least its error over problems. Accuracy
 is that of samples at temperature 1 (SmolLM2: 0.7) on held-out problems; "dense" and "sparse" accuracy are those of the
 same weights with the dense cache and with the cache of the rollouts. KV saved is 1 - entries held / entries a dense
-cache would hold, over decode steps."""
+cache would hold, over decode steps. An arm is a `--correction.preset` on sparse rollouts, naive the preset `none`;
+dense has dense rollouts. Budgets are R-KV's where no other policy is named."""
 
 
 def write_evidence(results: Path, output: Path) -> None:

@@ -32,7 +32,7 @@ def in_short(evidence: Evidence) -> list[str]:
     chains = [bed for bed in beds if "sweep" in evidence.bed(bed)]
     parts = {
         "Of the dense arm's accuracy sparse_rl keeps": [_kept(evidence, bed) for bed in beds],
-        "Runs that end clearly below where they began, over all policies and budgets": _lost(evidence),
+        "Runs that collapse, by the rule below, over all policies and budgets": _lost(evidence),
         "The correction that ends highest, of those with all seeds": [_best(evidence, bed) for bed in beds],
         "Used with the same sparse cache, the dense-trained model leads the sparse_rl-trained one by": [
             _used(evidence, bed) for bed in beds
@@ -41,7 +41,7 @@ def in_short(evidence: Evidence) -> list[str]:
         "Rollouts with a token xi < 1e-4, as a constant hazard foretells from their first half, and as seen": [
             _hazard(evidence, bed) for bed in chains
         ],
-        "What, measured before training, best tells the runs that end below": _foretold(evidence),
+        "What, measured before training, best tells the runs that collapse": _foretold(evidence),
         "Four updates a rollout, beyond what they do to the dense arm, change accuracy by": [
             _updates(evidence, bed) for bed in chains
         ],
@@ -124,8 +124,9 @@ def _foretold(evidence: Evidence) -> list[str]:
         name = max(equal, key=lambda name: threshold(found, name)[1])
         (label, sign), (cut, right) = STATISTICS[name], threshold(found, name)
         side = f"{'below' if sign < 0 else 'above'} {cut:.2g}"
-        others = f", as of {len(equal) - 1} others" if len(equal) > 1 else ""
-        texts.append(f"{arm}: {label}, {side}, right in {100 * right:.0f} % (AUC {most:.2f}{others})")
+        others = f", as have {len(equal) - 1} others" if len(equal) > 1 else ""
+        hits = f"right in {100 * right:.0f} % of either kind, in the mean"
+        texts.append(f"{arm}: {label}, {side}, {hits} (AUC {most:.2f}{others})")
     return texts
 
 
