@@ -5,8 +5,8 @@
     python benchmarks/evidence/part_e.py --jobs 1 --only qwen2.5-1.5b-sparse-2048
 
 At the two longer lengths scoring and updates are timed on 8 of the completions (`learnt`) and told for all: they are
-sums over packed forwards of `max_tokens`, each as long as the next. All six cells are planned to fit eight minutes of
-an H200.
+sums over packed forwards of `max_tokens`, each as long as the next; the optimiser's step is then told four times. All
+six cells are planned to fit eight minutes of an H200.
 """
 
 from __future__ import annotations

@@ -20,10 +20,9 @@ from sparse_rl.report.evidence import (
     threshold,
 )
 from sparse_rl.report.evidence_claims import number
-from sparse_rl.report.evidence_tables import EPS, middle
+from sparse_rl.report.evidence_tables import EPS, difference, four_updates, plain
 
 CHANCE = 0.6  # of AUC: at or below it nothing is foretold
-UPDATED = ("naive", "sparse_rl", "sparse_rl_release", "tis")
 
 
 def in_short(evidence: Evidence) -> list[str]:
@@ -80,22 +79,18 @@ def _best(evidence: Evidence, bed: str) -> str:
 
 
 def _used(evidence: Evidence, bed: str) -> str:
-    shown = []
+    pairs = {}
     for budget in evidence.bed(bed)["budgets"]:
-        cache = f"rkv:{budget}"
-        dense, ours = evidence.under(bed, "dense", 0, cache), evidence.under(bed, "sparse_rl", budget, cache)
-        if min(dense.count, ours.count) >= SEEDS:
-            shown.append(f"{_less(dense, ours)} under {cache}")
-    return _of(bed, shown)
+        own = [evidence.under(bed, arm, at, f"rkv:{budget}") for arm, at in (("dense", 0), ("sparse_rl", budget))]
+        pairs[f"under rkv:{budget}"] = own
+    return _of(bed, _apart(pairs))
 
 
 def _veto(evidence: Evidence, bed: str) -> str:
-    shown = []
+    pairs = {}
     for budget in evidence.bed(bed)["budgets"]:
-        strict, papers = (evidence.end(bed, "sparse_rl", budget, eps=eps) for eps in (EPS[-1], None))
-        if min(strict.count, papers.count) >= SEEDS:
-            shown.append(f"{_less(strict, papers)} at budget {budget}")
-    return _of(bed, shown)
+        pairs[f"at budget {budget}"] = [evidence.end(bed, "sparse_rl", budget, eps=eps) for eps in (EPS[-1], None)]
+    return _of(bed, _apart(pairs))
 
 
 def _hazard(evidence: Evidence, bed: str) -> str:
@@ -131,15 +126,9 @@ def _foretold(evidence: Evidence) -> list[str]:
 
 
 def _updates(evidence: Evidence, bed: str) -> str:
-    at, shown = middle(evidence, bed), list[str]()
-    changes: dict[str, Estimate] = {}
-    for arm in ("dense", *UPDATED):
-        one, four = (evidence.end(bed, arm, at, updates=updates) for updates in (1, 4))
-        if min(one.count, four.count) >= SEEDS:
-            changes[arm] = Estimate(four.mean - one.mean, math.hypot(one.se, four.se), SEEDS)
-    if "dense" in changes:
-        shown = [f"{_less(changes[arm], changes['dense'])} with {arm}" for arm in UPDATED if arm in changes]
-    return _of(bed, shown)
+    changes = four_updates(evidence, bed)
+    alone = changes.pop("dense")
+    return _of(bed, _apart({f"with {arm}": [change, alone] for arm, change in changes.items()}))
 
 
 def _missing(evidence: Evidence) -> Iterator[str]:
@@ -162,11 +151,14 @@ def _missing(evidence: Evidence) -> Iterator[str]:
         yield "SmolLM2"
 
 
-def _less(first: Estimate, second: Estimate) -> str:
-    """+0.039 ± 0.011, and whether that is clear."""
-    clear = "more" in (compare(first, second), compare(second, first))
-    apart, error = first.mean - second.mean, math.hypot(first.se, second.se)
-    return f"{apart:+.3f} ± {error:.3f}{' (clearly)' if clear else ''}"
+def _apart(pairs: dict[str, list[Estimate]]) -> list[str]:
+    """+0.039 ± 0.011 (clearly) at budget 45: the first less the second, where both have all seeds."""
+    shown = []
+    for where, (first, second) in pairs.items():
+        if min(first.count, second.count) >= SEEDS:
+            clear = " (clearly)" if "more" in (compare(first, second), compare(second, first)) else ""
+            shown.append(f"{plain(difference(first, second), '+.3f')}{clear} {where}")
+    return shown
 
 
 def _of(name: str, shown: list[str]) -> str:

@@ -65,7 +65,7 @@ def _run(evidence: Evidence, bed: str, arm: str, budget: int, eps: float | None 
     ends = [number(evidence.end(bed, arm, budget, cache, eps=eps)) for cache in ("dense", "sparse")]
     return [
         *ends,
-        number(sparse_before(evidence, bed, budget if arm != "dense" else middle(evidence, bed))),
+        number(sparse_before(evidence, bed, budget if arm != "dense" else _middle(evidence, bed))),
         curve("kv_saved", slice(None), ".0%"),
         *(curve("catastrophic", at, ".1%") for at in (FIRST, LAST)),
         *(curve("kl", at, ".4f") for at in (FIRST, LAST)),
@@ -75,7 +75,7 @@ def _run(evidence: Evidence, bed: str, arm: str, budget: int, eps: float | None 
     ]
 
 
-def middle(evidence: Evidence, bed: str) -> int:
+def _middle(evidence: Evidence, bed: str) -> int:
     """The budget between lenient and severe, or the only one."""
     budgets: list[int] = evidence.bed(bed)["budgets"]
     return (budgets[1:] or budgets)[0]
@@ -286,17 +286,27 @@ def times_table(evidence: Evidence) -> str:
 
 
 def updates_table(evidence: Evidence, bed: str) -> str:
-    at, rows = middle(evidence, bed), []
-    alone: Estimate | None = None  # what staleness does without sparsity
-    for arm in ("dense", "naive", "sparse_rl", "sparse_rl_release", "tis"):
-        one, four = (evidence.end(bed, arm, at, updates=updates) for updates in (1, 4))
-        change = Estimate(four.mean - one.mean, math.hypot(one.se, four.se), min(one.count, four.count))
-        alone = alone or change
-        beyond = Estimate(change.mean - alone.mean, math.hypot(change.se, alone.se), min(change.count, alone.count))
-        shown = NONE if arm == "dense" else plain(beyond, "+.3f")
+    changes, rows = four_updates(evidence, bed), []
+    for arm, change in changes.items():
+        one, four = _one_and_four(evidence, bed, arm)
+        shown = NONE if arm == "dense" else plain(difference(change, changes["dense"]), "+.3f")
         rows.append([arm, number(one), number(four), plain(change, "+.3f"), shown])
     head = ("arm", "one update", "four updates", "change", "beyond the dense arm's change")
     return table(head, rows)
+
+
+def four_updates(evidence: Evidence, bed: str) -> dict[str, Estimate]:
+    """What they change, by arm; the dense arm's is what staleness does without sparsity."""
+    arms = ("dense", "naive", "sparse_rl", "sparse_rl_release", "tis")
+    return {arm: difference(*reversed(_one_and_four(evidence, bed, arm))) for arm in arms}
+
+
+def _one_and_four(evidence: Evidence, bed: str, arm: str) -> list[Estimate]:
+    return [evidence.end(bed, arm, _middle(evidence, bed), updates=updates) for updates in (1, 4)]
+
+
+def difference(first: Estimate, second: Estimate) -> Estimate:
+    return Estimate(first.mean - second.mean, math.hypot(first.se, second.se), min(first.count, second.count))
 
 
 def plain(found: Estimate, form: str) -> str:
