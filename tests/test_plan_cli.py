@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -146,6 +148,17 @@ def test_a_dry_run_has_the_plan_behind_its_settings():
     comments = [line for line in out.splitlines() if line.startswith("#")]
     assert out.splitlines()[-len(comments) :] == comments and "trainer" in yaml.safe_load(out)
     assert comments[0].startswith("# embedded: ") and comments[-1].startswith("# fits: peak ")
+
+
+def test_a_dry_run_of_several_processes_plans_for_all(monkeypatch):
+    _, planned, _ = run("plan", "--ranks", "4", "--device", "cpu")
+    four = SimpleNamespace(first=True, size=4, grouped=False, together=lambda work: work())
+    monkeypatch.setattr("sparse_rl.train.processes.joined", lambda: nullcontext(four))
+    code, out, err = run("train", "--dry-run")
+    assert (code, err) == (0, "")
+    assert [line[1:].strip() for line in out.splitlines() if line[:1] == "#"] == [
+        x.strip() for x in planned.splitlines()
+    ]
 
 
 @pytest.mark.parametrize(
