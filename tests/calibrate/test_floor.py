@@ -212,15 +212,17 @@ def test_the_command(tmp_path):
 
 
 @pytest.mark.parametrize("policy", ["snapkv", "pages_mean"])
-def test_the_page_has_the_budgets_that_a_real_model_needs_relative_to_its_floor(policy):
+def test_the_page_has_the_schedule_of_a_real_model_and_what_it_holds(policy):
     root = Path(__file__).parents[2]
     results = json.loads((root / "benchmarks" / "results" / "calibrate_smollm2" / f"{policy}.json").read_text())
-    config = replace(CalibrationConfig(**(results["settings"] | {"budgets": ()})), relative=True, target=None)
+    config = CalibrationConfig(**(results["settings"] | {"budgets": ()}))
     floors = [each["top20"]["all"]["p05"] for each in results["floor"]["bins"]]
     tails = np.array([tail_row(run, config) for run in results["runs"]])
     found = cheapest(tails, results["budgets"], [start for start, _ in results["bins"]], targets(config, floors))
     assert all(found.met)
-    budgets = " | ".join(str(found.schedule.at(start)) for start, _ in results["bins"])
     rows = (root / "docs" / "calibrate.md").read_text(encoding="utf-8").splitlines()
-    name = {"snapkv": "SnapKV", "pages_mean": "`pages_mean`"}[policy]
-    assert f"| {name} | {budgets} |" in rows
+    name = {"snapkv": "SnapKV: entries", "pages_mean": "`pages_mean`: entries read"}[policy]
+    at = rows.index("| " + " | ".join([name, *(str(found.schedule.at(start)) for start, _ in results["bins"])]) + " |")
+    held = [each["top20"]["all"]["p05"] for each in results["verified"]["bins"]]
+    assert rows[at + 1] == "| " + " | ".join(["P05 as run", *(f"{tail:.3f}" for tail in held)]) + " |"
+    assert "| " + " | ".join(["asked for", *(f"{each:.3f}" for each in results["targets"])]) + " |" in rows

@@ -376,7 +376,7 @@ def test_what_cannot_be_done_is_refused(tiny, prompts):
 def test_a_text_that_is_fed_again_is_refused(family, tiny):
     model, cache = tiny(family).model, SparseCache()
     ids = torch.arange(1, 9, device=model.device)[None]
-    with pytest.raises(ValueError, match=r"9 tokens begin at position 0, .* has seen 8: .* with use_cache=False"):
+    with pytest.raises(ValueError, match=r"has seen .* use_cache=False"):  # by its mask or its position
         model.generate(ids, past_key_values=cache, use_cache=False, max_new_tokens=3)
 
 

@@ -345,7 +345,8 @@ def _in_shape(record: Record) -> Record:
     arm, budget = own.get("arm", "start"), results["budget"]
     at = 0 if arm == "dense" else budget
     settings = {"arm": arm, "policy": "rkv" if at else "full", "budget": at, "eps": None, "updates_per_rollout": 1}
-    settings |= {"trained_at": 0 if arm == "start" else at, "testbed": {"name": "smollm2", "budgets": [budget]}}
+    bed = {"name": "smollm2", "budgets": [budget], "steps": own.get("steps")}
+    settings |= {"trained_at": 0 if arm == "start" else at, "testbed": bed}
     matrix = results["matrix"]
     if arm == "start":
         reward, error = matrix[f"rkv:{budget}"]
