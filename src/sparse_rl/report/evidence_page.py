@@ -41,8 +41,8 @@ is that of samples at temperature 1 (SmolLM2: 0.7) on held-out problems; "dense"
 same weights with the dense cache and with the cache of the rollouts. KV saved is 1 - entries held / entries a dense
 cache would hold, over decode steps. An arm is a `--correction.preset` on sparse rollouts, naive the preset `none`;
 dense has dense rollouts. Budgets are R-KV's where no other policy is named."""
-SMOLLM2 = """smollm2: SmolLM2-135M-Instruct after a supervised warm start, look-up among ten pairs, 32 prompts x 8 a step. It
-has {steps} steps because in an earlier run of 60 every arm reached 1.0, where none can be told from another
+SMOLLM2 = """smollm2: SmolLM2-135M-Instruct after a supervised warm start, look-up among ten pairs, 32 prompts x 8 a
+step. It has {steps} steps because in an earlier run of 60 every arm reached 1.0, where none can be told from another
 (`benchmarks/results/smollm2_lookup.json`); that was settled before these cells ran."""
 
 
