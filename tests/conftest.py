@@ -64,6 +64,19 @@ def pytest_report_header(config: pytest.Config) -> str:
     return f"seed: {config.option.seed}"
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of a test marked `some(n)` n cases are run, others with every commit, and the rest is slow; on a GPU, all."""
+    drawn: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("some") and config.option.device == "cpu":
+            drawn.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for name, cases in drawn.items():
+        random.Random(f"{config.option.seed} {name}").shuffle(cases)
+        for case in cases[cases[0].get_closest_marker("some").args[0] :]:
+            case.add_marker(pytest.mark.slow)
+
+
 def pytest_collection_finish() -> None:
     """What was imported stays: nobody looks through half a million objects again, and no forked child copies them."""
     gc.freeze()

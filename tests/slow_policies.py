@@ -13,10 +13,7 @@ import numpy as np
 
 
 def _dot(a: np.ndarray, b: np.ndarray) -> float:
-    total = 0.0
-    for x, y in zip(a, b, strict=True):
-        total += float(x) * float(y)
-    return total
+    return float(np.dot(a.astype(np.float64), b.astype(np.float64)))
 
 
 def _softmax(values: list[float]) -> list[float]:

@@ -122,6 +122,7 @@ def test_run_json_says_where_rows_and_rewards_came_from(own, tmp_path):
     ],
     ids=["raises", "raises OSError", "nan", "text", "too few", "nothing"],
 )
+@pytest.mark.some(3)
 def test_a_broken_reward_stops_the_run_with_one_sentence(body, message, own, tmp_path):
     code, out, err = train(*own(body))
     message = message.replace("{file}", str(tmp_path / "reward.py"))

@@ -35,6 +35,7 @@ from sparse_rl.cli.recipes import read_configs, recipes
     ],
     ids=lambda arguments: " ".join(arguments)[:40] or "nothing",
 )
+@pytest.mark.some(4)
 def test_a_dry_run_prints_a_file_that_gives_the_same_settings(arguments, config):
     code, out, err = train(*arguments, "--dry-run")
     assert (code, err) == (0, "")

@@ -201,6 +201,7 @@ def test_a_rival_that_fails_costs_nothing_but_its_own_figure(tmp_path, monkeypat
 
 
 @pytest.mark.parametrize("settings", [["--rows", "1"], ["--rows", "2", "--n", "4"], ["--kv.budget", "6"]])
+@pytest.mark.some(1)
 def test_every_work_is_warmed_up_and_has_a_floor(settings, tmp_path, capsys):
     """One row, groups wider than the rows, prompts that are cut at once."""
     file = tmp_path / "speed.json"

@@ -86,6 +86,7 @@ def own_of(results):
 
 
 @pytest.mark.parametrize("gives", [GIVES, FORGIVES])
+@pytest.mark.some(1)
 def test_no_bin_of_the_schedule_can_be_cheaper_and_a_lower_target_is_never_dearer(found, gives):
     """One schedule is the smallest in this world: what a bin needs is a least budget of each bin before it."""
     before = [0, 0, 0]

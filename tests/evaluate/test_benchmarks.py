@@ -185,6 +185,7 @@ def test_an_interrupt_ends_it_soon_and_keeps_whole_blocks(data, tmp_path, monkey
 
 
 @pytest.mark.parametrize("when", ["generating", "waiting for the grader"])
+@pytest.mark.some(1)
 def test_a_grader_that_hangs_holds_nobody_up_and_writes_nothing_later(data, tmp_path, monkeypatch, when):
     """Its blocks are whole but for the grades. Another goes on with the folder; then the first grader wakes up."""
     evaluate_benchmarks(small(data), tmp_path / "whole")

@@ -82,6 +82,7 @@ CHOOSERS = (
 
 
 @pytest.mark.parametrize("policy", CHOOSERS, ids=lambda policy: f"{policy.name}-{policy.selection.name}")
+@pytest.mark.some(2)
 def test_what_is_read_is_the_choice(policy, tiny, prompts, monkeypatch):
     loaded, size = tiny(layers=4, dtype=torch.float64), 150
     (prompt,) = prompts(110, seed=5)

@@ -63,6 +63,7 @@ def test_landmarks_are_the_mean_or_the_bounds_of_the_keys_held(landmarks):
 
 @pytest.mark.parametrize("landmarks", [1, 2])
 @pytest.mark.parametrize(("group", "dim", "page", "heads"), SHAPES)
+@pytest.mark.some(3)
 def test_triton_makes_the_landmarks_of_the_reference(group, dim, page, heads, landmarks, device):
     """Of pages at once, and entry by entry into pages that held something else."""
     triton = pytest.importorskip("sparse_rl.kernels.landmarks_triton")
@@ -143,6 +144,7 @@ def test_chosen_pages_equal_loops(rows, width, first, last, more, landmarks, tie
 
 @pytest.mark.parametrize("landmarks", [1, 2])
 @pytest.mark.parametrize(("group", "dim", "page", "heads"), SHAPES)
+@pytest.mark.some(3)
 def test_triton_chooses_what_the_reference_chooses(group, dim, page, heads, landmarks, device):
     """Integers as landmarks and queries: sums are exact and ties are many. Budgets above and below the lengths."""
     triton = pytest.importorskip("sparse_rl.kernels.landmarks_triton")

@@ -236,6 +236,7 @@ def test_equal_logits_go_by_the_lower_id(draw, device):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+@pytest.mark.some(8)
 def test_triton_agrees_with_fp64(size, dtype, temperature, sample_triton, fresh):
     inputs = fresh(4, size, dtype)
     settings = {"temperature": temperature, "num_top": 4}
@@ -246,6 +247,7 @@ def test_triton_agrees_with_fp64(size, dtype, temperature, sample_triton, fresh)
 
 
 @pytest.mark.parametrize("settings", [{"top_k": 3}, {"top_p": 0.8}, {"top_k": 200, "top_p": 0.6}])
+@pytest.mark.some(5)
 def test_triton_truncates(size, settings, sample_triton, fresh):
     inputs = fresh(4, size)
     settings = settings | {"temperature": 1.3, "num_top": 5}  # of which some are cut off
@@ -312,6 +314,7 @@ def test_triton_copes_with_blocks_of_minus_infinity(temperature, sample_triton, 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of the interpreter
+@pytest.mark.some(4)
 def test_what_is_not_finite_gives_a_logprob_that_is_not(temperature, size, sample_triton, fresh):
     logits, keys, index = fresh(6, size)
     logits[0, size - 1] = float("nan")

@@ -69,6 +69,7 @@ CASES = [  # qwen2 has sliding layers among full ones
 
 
 @pytest.mark.parametrize(("family", "policy"), CASES, ids=[f"{family}-{policy.name}" for family, policy in CASES])
+@pytest.mark.some(6)
 def test_tokens_of_a_padded_batch_are_the_engines(family, policy, tiny, prompts):
     layers = 4 if getattr(policy, "select", "none") != "none" else 2  # two read all
     loaded = tiny(family, layers=layers, dtype=torch.float64)
@@ -96,6 +97,7 @@ IN_FP32 = [
 
 
 @pytest.mark.parametrize(("family", "policy"), IN_FP32, ids=[f"{family}-{policy.name}" for family, policy in IN_FP32])
+@pytest.mark.some(3)
 def test_log_probs_in_fp32_are_the_engines(family, policy, tiny, prompts):
     loaded = tiny(family)
     given = prompts(*LENGTHS, seed=5)
@@ -111,6 +113,7 @@ def test_log_probs_in_fp32_are_the_engines(family, policy, tiny, prompts):
 
 
 @pytest.mark.parametrize("name", ["rkv", "quest"])
+@pytest.mark.some(1)
 def test_a_gpus_kernels_are_given_what_they_count_on(name, tiny, prompts, monkeypatch):
     loaded = tiny()
     policy = build_policy(name, budget=48, dense_layers=1) if name == "quest" else RKV(budget=20, interval=6)
@@ -293,6 +296,7 @@ STATEFUL = [build_policy("h2o", budget=20, interval=9), SnapKV(budget=20, interv
 
 @pytest.mark.parametrize("policy", STATEFUL, ids=lambda policy: policy.name)
 @pytest.mark.parametrize("how", ["copied", "pickled", "reordered"])
+@pytest.mark.some(3)
 def test_a_row_takes_all_it_has_with_it(how, policy, tiny, prompts):
     """In a copy, from a file, or in another row, it goes on, and is cut, as if it had been there from the start."""
     model = tiny(dtype=torch.float64).model

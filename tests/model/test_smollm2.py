@@ -127,6 +127,7 @@ def test_the_folder_is_made_once(cache):
 
 
 @pytest.mark.parametrize("damage", ["changed", "missing", "no record", "half-written", "a crash"])
+@pytest.mark.some(2)
 def test_a_damaged_folder_is_made_anew(cache, damage):
     folder = smollm2.converted()
     if damage == "changed":

@@ -30,6 +30,7 @@ def test_a_dense_pool_takes_what_is_left_and_says_how_many_rows_that_is(qwen):
 
 @pytest.mark.parametrize("policy", [Full(), RKV()], ids=lambda policy: policy.name)
 @pytest.mark.parametrize("memory", [40e9, 150e9])
+@pytest.mark.some(2)
 def test_rows_that_fit_is_the_most(policy, memory):
     size = model_size(shape_config("qwen2.5-1.5b"), "small", torch.bfloat16)
     device, run = Device(name="some", memory=int(memory)), long_run()

@@ -57,6 +57,7 @@ def test_greedy_equals_generate(family, tiny, reference, prompts):
 
 
 @pytest.mark.parametrize("policy", ROOMY, ids=lambda policy: policy.name)
+@pytest.mark.some(2)
 def test_every_policy_with_room_samples_the_dense_tokens(policy, tiny, prompts):
     sampling = Sampling(max_tokens=40, n=2, seed=3, stop_ids=())
     loaded = tiny(dtype=torch.float64)

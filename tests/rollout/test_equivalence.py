@@ -25,6 +25,7 @@ def tokens(rollouts):
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda p: p.name)
+@pytest.mark.some(2)
 def test_rows_do_not_matter_in_fp64(policy, tiny, prompts):
     loaded = tiny("qwen2", dtype=torch.float64)
     assert len(set(loaded.shape.windows)) == 2
@@ -41,6 +42,7 @@ def test_rows_do_not_matter_in_fp64(policy, tiny, prompts):
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda p: p.name)
+@pytest.mark.some(2)
 def test_one_prompt_alone_greedy_in_fp64(policy, tiny, prompts):
     loaded = tiny(dtype=torch.float64)
     sampling = Sampling(max_tokens=40, temperature=0.0, stop_ids=())
@@ -51,6 +53,7 @@ def test_one_prompt_alone_greedy_in_fp64(policy, tiny, prompts):
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda p: p.name)
+@pytest.mark.some(2)
 def test_rows_do_not_matter_beyond_rounding_in_fp32(policy, tiny, prompts):
     loaded = tiny()
     sampling = Sampling(max_tokens=36, seed=5, stop_ids=(), top_logprobs=loaded.vocab_size)
@@ -69,6 +72,7 @@ def test_rows_do_not_matter_beyond_rounding_in_fp32(policy, tiny, prompts):
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda p: p.name)
+@pytest.mark.some(2)
 def test_pool_size_does_not_matter_in_fp64(policy, tiny, prompts):
     """Small pools preempt dense rows and admit fewer evicting ones; the tokens are the same."""
     loaded = tiny(dtype=torch.float64)
@@ -145,6 +149,7 @@ def test_prefill_keeps_to_its_limit(tiny, prompts, monkeypatch):
 
 @pytest.mark.parametrize("pages", [None, 14])
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda p: p.name)
+@pytest.mark.some(3)
 def test_reading_tokens_late_changes_nothing(policy, pages, tiny, prompts, monkeypatch):
     """As on a GPU: several steps at once, ends noticed when the row has gone on; stop ids, strings and limits."""
     loaded = tiny(dtype=torch.float64)

@@ -83,6 +83,7 @@ def slow_rollout(model, rollout, policy, page, windows, held_at=range):
     ],
     ids=["pages_mean", "quest", "schedule", "windows"],
 )
+@pytest.mark.some(2)
 def test_decoding_equals_loops(family, policy, schedule, tiny, reference, prompts, monkeypatch):
     """Several samples of long and short prompts through few rows, so that pages are shared, copied and used again."""
     if schedule is not None:
@@ -100,6 +101,7 @@ def test_decoding_equals_loops(family, policy, schedule, tiny, reference, prompt
 
 
 @pytest.mark.parametrize("select", SELECT)
+@pytest.mark.some(1)
 def test_pages_are_chosen_among_those_an_evicting_policy_left(select, tiny, reference, prompts):
     """After each cut entries stand in other pages, whose landmarks are then others."""
     steps = "48@0+64@125"  # by the tokens of the context, more than are ever held

@@ -42,6 +42,7 @@ def test_engine_equals_masked_dense_model(policy, family, tiny, reference, promp
 
 @pytest.mark.parametrize("policy", POLICIES[2:], ids=lambda p: f"{p.name}-{p.budget}")
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.some(3)
 def test_the_engines_own_queries_and_keys_decide_what_is_kept(policy, family, tiny, reference, prompts):
     """Every firing, recomputed by the slow policies from the queries and keys of the masked dense model.
 
@@ -101,6 +102,7 @@ def test_streaming_keeps_what_its_definition_says(tiny, prompts):
 
 
 @pytest.mark.parametrize("policy", POLICIES[2:], ids=lambda p: f"{p.name}-{p.budget}")
+@pytest.mark.some(2)
 def test_kept_positions_hold_the_protected_ones(policy, tiny, prompts):
     engine = Engine(tiny(), policy, EngineConfig(rows=3, page_size=16))
     (rollout,) = engine.generate(prompts(40), Sampling(max_tokens=60, stop_ids=()), record_kept=True)

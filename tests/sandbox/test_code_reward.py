@@ -255,6 +255,7 @@ def test_a_child_that_cannot_start_is_a_failure_of_the_grader(tmp_path, monkeypa
 
 @confined
 @pytest.mark.parametrize("row", [{"tests": ["assert f() == 1"]}, {"tests": [{"input": "", "output": "1"}]}])
+@pytest.mark.some(1)
 def test_the_clock_starts_when_the_process_is_ready(tmp_path, monkeypatch, row):
     """A machine under load: programs have their time when they get to start, and are not to blame when they do not."""
     box = CodeReward(Sandbox("bwrap", Limits(timeout_s=0.5)), 1)

@@ -30,6 +30,7 @@ from sparse_rl.types import Prompt
 
 
 @pytest.mark.parametrize("start", range(18))
+@pytest.mark.some(8)
 def test_from_every_start_to_every_right_budget_within_30_steps_and_it_stays(start):
     for right in range(18):
         levels = [level for (level,) in Plant([right]).run(controller(GRID[start]), 200)]
@@ -40,6 +41,7 @@ def test_from_every_start_to_every_right_budget_within_30_steps_and_it_stays(sta
 
 
 @pytest.mark.parametrize("start", [0, 17])
+@pytest.mark.some(1)
 def test_with_noise_it_is_within_a_grid_step_and_stays(start):
     """Many random models of several bins: from far too small and far too large."""
     late = []

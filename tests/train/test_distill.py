@@ -106,6 +106,7 @@ def disturb(trainer):
 
 
 @pytest.mark.parametrize(("dtype", "lora"), [(torch.float64, 0), (torch.float32, 0), (torch.float64, 2)])
+@pytest.mark.some(1)
 def test_a_merged_copy_samples_what_the_adapter_does(dtype, lora, tmp_path):
     """It is made anew from the weights of the day, at the same place, and the shared weights do not notice."""
     if lora:
@@ -213,6 +214,7 @@ def test_its_folder_is_an_adapter_that_loads_for_sparse_inference(whole):
     ],
     ids=["forward", "reverse", "topk"],
 )
+@pytest.mark.some(1)
 def test_steps_on_the_same_rollouts_bring_sampler_and_dense_model_together(kl, kv, tmp_path):
     """The first of them finds the sampler's own log-probs: the policy has not moved."""
     config = DistillConfig(r=8, lr=3e-3, kl=kl, kl_weight=1.0, pg_weight=0.0, every=8)

@@ -61,6 +61,7 @@ def poison(trainer, when):
 
 
 @UPDATES
+@pytest.mark.some(1)
 def test_a_gradient_that_is_not_finite_skips_its_update_alone(tmp_path, caplog, monkeypatch, update):
     run, when = tmp_path / "run", {update.num_updates}  # the first of step 2
     trainer = poison(trainer_of(run, update), when)

@@ -357,6 +357,7 @@ def test_a_quantised_checkpoint_is_refused_with_the_reason(tmp_path):
 
 
 @pytest.mark.parametrize("policy", [None, RKV(budget=16, interval=8, window=4)], ids=["full", "rkv"])
+@pytest.mark.some(1)
 def test_the_engine_samples_from_the_adapted_module_what_the_merged_one_says(policy, prompts, tmp_path):
     loaded = load("tiny", dtype=torch.float64)
     add_adapters(loaded.model, LoraConfig(r=4), seed=0)

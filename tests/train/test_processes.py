@@ -114,6 +114,7 @@ def test_two_processes_learn_what_one_does_from_five_batches():
         ("gemma3", {"final_logit_softcapping": 20.0, "layer_types": ["sliding_attention", "full_attention"]}),
     ],
 )
+@pytest.mark.some(1)
 def test_other_heads_and_packed_rows(family, settings):
     """An embedding that is not tied, a head that is called through the module; three processes."""
     rollouts = [recorded(random.randrange(1 << 30), family, **settings)]

@@ -46,6 +46,7 @@ def whole(tmp_path_factory, calls):
 
 
 @pytest.mark.parametrize("point", POINTS)
+@pytest.mark.some(3)
 def test_a_run_killed_anywhere_resumes_bit_for_bit(whole, calls, tmp_path, point):
     """At a point drawn anew each time; the message of a failure names it."""
     count = random.randint(1, calls[point])
@@ -218,6 +219,7 @@ def test_a_checkpoint_of_another_model_is_refused(whole, tmp_path):
         ("sparse_rl.train.checkpoint._to_disk", RuntimeError()),
     ],
 )
+@pytest.mark.some(2)
 def test_a_full_disk_keeps_the_last_checkpoint(whole, tmp_path, monkeypatch, writer, error):
     run = tmp_path / "run"
     shutil.copytree(whole, run)
@@ -249,14 +251,14 @@ def test_a_bf16_run_with_a_reference_and_several_passes_resumes_from_its_fp32_ma
 
     def trainer(name, **config):
         loaded = load("embedded", dtype=torch.bfloat16)
-        return small_trainer(tmp_path / name, loaded=loaded, parts=parts, steps=3, advantage="remax", **config)
+        return small_trainer(tmp_path / name, loaded=loaded, parts=parts, steps=2, advantage="remax", **config)
 
     trainer("whole").train()
     shutil.copytree(tmp_path / "whole", tmp_path / "parts")
     for later in checkpoint.checkpoints(tmp_path / "parts")[1:]:
         shutil.rmtree(later)
     trainer("parts", resume_from_checkpoint=True).train()
-    first, second = (kept(tmp_path / name / "checkpoint-3") for name in ("whole", "parts"))
+    first, second = (kept(tmp_path / name / "checkpoint-2") for name in ("whole", "parts"))
     assert all(torch.equal(first[key], second[key]) for key in first)
     assert any(not torch.equal(value, value.bfloat16().float()) for value in first.values())
     assert without_times(tmp_path / "whole") == without_times(tmp_path / "parts")

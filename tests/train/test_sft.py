@@ -156,6 +156,7 @@ def assert_same(got: SFTTrainer, expected: SFTTrainer) -> None:
 @pytest.mark.parametrize(
     ("point", "at"), [("learn", None), ("mean_nll", None), ("mean_nll", 4), ("checkpoint.save", None)]
 )
+@pytest.mark.some(2)
 def test_a_stopped_run_resumes_bit_for_bit(whole, tmp_path, monkeypatch, point, at):
     """In an update, an evaluation or a save, drawn anew each time; and in the evaluation of the last and best step."""
     name = "sparse_rl.train.checkpoint.save" if point == "checkpoint.save" else f"sparse_rl.train.sft.{point}"

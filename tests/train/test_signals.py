@@ -42,6 +42,7 @@ from sparse_rl.train.guards import Guards
     ],
     ids=["rollout", "rollout, Ctrl-C", "update", "update, Ctrl-C"],
 )
+@pytest.mark.some(2)
 def test_a_signal_throws_the_step_away_and_saves_the_last(whole, tmp_path, monkeypatch, caplog, update, number, point):
     run = tmp_path / "run"
     trainer = trainer_of(run, update)

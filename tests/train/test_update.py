@@ -105,6 +105,7 @@ def test_gradient_equals_the_formula_one_rollout_at_a_time(rollouts, preset):
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "fixed_length"])
 @pytest.mark.parametrize("preset", ["sparse_rl", "sparse_rl_release"])
+@pytest.mark.some(3)
 def test_packing_does_not_matter(rollouts, preset, aggregation):
     loss = LossConfig(aggregation=aggregation)
     together, metrics = gradient(rollouts, PRESETS[preset], loss, max_tokens=100_000)
