@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 from itertools import combinations
@@ -370,9 +371,11 @@ def test_the_later_line_counts_and_a_broken_one_is_named(tmp_path):
     old, new = made_up.run("short", "dense", 0, 0, 0.5), made_up.run("short", "dense", 0, 0, 0.9)
     folder = made_up.write(tmp_path / "results", [old, new])
     assert read_evidence(folder).end("short", "dense", 0).mean == 0.9
-    (folder / "b.jsonl").write_text("{}\n")
-    with pytest.raises(ValueError, match=r"b\.jsonl, line 1, is not the record of a cell"):
-        read_evidence(folder)
+    whole = json.dumps(old)
+    for broken in ("{}", "[]", "", whole[:99], whole.replace("0.5", "NaN"), whole.replace('"seconds"', '"s"'), "\udcff"):
+        (folder / "b.jsonl").write_bytes(f"{whole}\n{broken}\n".encode(errors="surrogateescape"))
+        with pytest.raises(ValueError, match=r"b\.jsonl, line 2, is not the record of a cell"):
+            read_evidence(folder)
     with pytest.raises(ValueError, match="is no folder"):
         read_evidence(tmp_path / "nowhere")
 

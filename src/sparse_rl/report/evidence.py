@@ -20,6 +20,7 @@ from typing import Any, Literal
 from sparse_rl.evaluate.statistics import Estimate, estimate
 
 Record = dict[str, Any]
+KEYS = {"cell", "part", "commit", "hardware", "seconds", "settings", "results"}  # of every record
 ARMS = ("dense", "naive", "reject_only", "reweight_only", "sparse_rl", "bounded", "sparse_rl_release", "tis", "icepop")
 STATISTICS = {  # measured before training: what a low or a high value of it warns of
     "overlap_mean": ("overlap, mean", -1),
@@ -135,11 +136,11 @@ def read_evidence(folder: Path) -> Evidence:
         raise ValueError(f"--evidence {str(folder)!r} is no folder; give the one with the .jsonl files of results.")
     found: dict[str, Record] = {}
     for path in sorted(folder.glob("*.jsonl")):
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        for number, line in enumerate(path.read_bytes().splitlines(), 1):
             try:
-                record = _in_shape(json.loads(line))
+                record = _in_shape(json.loads(line, parse_constant=_refuse))
                 found[record["cell"]] = record
-            except (ValueError, KeyError, TypeError) as error:
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise ValueError(f"{path}, line {number}, is not the record of a cell; remove it.") from error
     _check_starts(found.values())
     return Evidence(tuple(found.values()))
@@ -337,8 +338,15 @@ def _check_starts(records: Iterable[Record]) -> None:
             raise ValueError(f"testbed {bed} began with several models, {shown}; keep the lines of one.")
 
 
+def _refuse(name: str) -> float:
+    """What was not finite is null in the results; NaN and Infinity come from elsewhere."""
+    raise ValueError(f"{name} is no number")
+
+
 def _in_shape(record: Record) -> Record:
     """SmolLM2's cells as those of a testbed with one budget, which its sweep chose."""
+    if not record.keys() >= KEYS:
+        raise KeyError(f"no {', '.join(sorted(KEYS - record.keys()))}")
     if record["part"] != "smollm2":
         return record
     own, results = record["settings"], record["results"]
