@@ -243,6 +243,12 @@ def auc(found: Sequence[Case], name: str) -> float:
     return wins / pairs if pairs else math.nan
 
 
+def by_bed(found: Sequence[Case], name: str) -> dict[str, float]:
+    """The AUC of each testbed alone."""
+    beds = dict.fromkeys(case.setting[0] for case in found)
+    return {bed: auc([case for case in found if case.setting[0] == bed], name) for bed in beds}
+
+
 def threshold(found: Sequence[Case], name: str) -> tuple[float, float]:
     """The cut with the best mean of the two rates of being right, half-way between neighbours; and that mean."""
     warnings = _warning(found, name)
