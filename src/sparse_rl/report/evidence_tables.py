@@ -40,6 +40,12 @@ last step. P05 in training is that of the lowest bin, at constant budgets that o
 PREDICTED = """An AUC compares runs of the same testbed. The cut from which a statistic warns is one for all testbeds
 and chosen on these very runs: on others it would be right less often."""
 
+TIMES = """The shape {shape} with random weights, completions of full length behind prompts of {prompt} tokens, one run
+each on a GPU of its own; the sparse cache has an interval of {interval}. Compiling and capturing are left out. Scoring and
+updates are timed on some of the completions and told for all: {learnt}. A learner's forward has at most
+{max_tokens:,} tokens, so a peak depends on how many completions that holds. Updates are corrected by reweight_only;
+the correction itself is sparse_rl with its diagnostics, on log-probs that are there already."""
+
 
 def arms_table(evidence: Evidence, bed: str) -> str:
     rows = []
@@ -285,11 +291,14 @@ def times_table(evidence: Evidence) -> str:
         peaks = [found[f"{name}_peak_bytes"] / 1e9 for name in ("kv", "rollout", "update")]
         rows.append([f"{own['sequences']} x {own['response']}", cache, *(f"{value:.1f}" for value in seconds)])
         rows[-1] += [f"{1000 * found['correct_s']:.1f}", *(f"{value:.1f}" for value in peaks)]
+    least = {r["settings"]["response"]: r["settings"]["learnt"] for r in records}
+    some = [f"{count} of {response:,} tokens" for response, count in sorted(least.items())]
+    text = TIMES.format(**records[0]["settings"] | {"learnt": ", ".join(some)})
     head = (
         *("completions", "cache", "rollout, s", "a scoring pass, s", "update, s", "update with correction, s"),
         *("correction itself, ms", "KV peak, GB", "rollout peak, GB", "update peak, GB"),
     )
-    return table(head, rows)
+    return f"{text}\n\n{table(head, rows)}"
 
 
 def updates_table(evidence: Evidence, bed: str) -> str:
