@@ -41,8 +41,8 @@ PREDICTED = """An AUC compares runs of the same testbed. The cut from which a st
 and chosen on these very runs: on others it would be right less often."""
 
 TIMES = """The shape {shape} with random weights, completions of full length behind prompts of {prompt} tokens, one run
-each on a GPU of its own; the sparse cache has an interval of {interval}. Compiling and capturing are left out. Scoring and
-updates are timed on some of the completions and told for all: {learnt}. A learner's forward has at most
+each on a GPU of its own; the sparse cache has an interval of {interval}. Compiling and capturing are left out. Scoring
+and updates are timed on some of the completions and told for all: {learnt}. A learner's forward has at most
 {max_tokens:,} tokens, so a peak depends on how many completions that holds. Updates are corrected by reweight_only;
 the correction itself is sparse_rl with its diagnostics, on log-probs that are there already."""
 
