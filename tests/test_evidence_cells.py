@@ -224,6 +224,14 @@ def test_what_begins_when(evidence):
     assert len({pool._kind(cell) for cell in lengths}) == 2
 
 
+def test_what_is_no_record_is_named_and_left_out(evidence, tmp_path, capsys):
+    cells, _ = evidence
+    (tmp_path / "a.jsonl").write_bytes(b'{"cell": "x"}\n{"cell": "y\n{}\n[]\n\xff\n')
+    assert cells.read_results(tmp_path, ("a",)) == {"x": {"cell": "x"}}
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 4 and all(f"line {number}," in line for number, line in enumerate(said, 2))
+
+
 def test_results_are_lines_and_the_last_counts(evidence, tmp_path):
     cells, _ = evidence
     for value in (1, 2):

@@ -142,13 +142,12 @@ def read_results(folder: Path, parts: Iterable[str]) -> dict[str, dict[str, Any]
     found = {}
     for part in parts:
         path = folder / f"{part}.jsonl"
-        for line in path.read_text().splitlines() if path.exists() else ():
+        for number, line in enumerate(path.read_bytes().splitlines() if path.exists() else (), 1):
             try:
                 record = json.loads(line)
-            except ValueError:
-                print(f"{path}: a line that was cut off is left out", file=sys.stderr)
-                continue
-            found[record["cell"]] = record
+                found[record["cell"]] = record
+            except (ValueError, KeyError, TypeError):
+                print(f"{path}: line {number}, cut off or no record, is left out", file=sys.stderr)
     return found
 
 

@@ -127,8 +127,8 @@ HIGH_REJECTION = 0.15  # from here on the correction throws too much away
 REMEDIES = {  # what an alarm asks for
     "alarm/reward": "read completions.jsonl. If right answers earn nothing, mend the reward; if all are right, take "
     "harder prompts; if none is, take easier ones, a warm start (sparse-rl sft) or a reward that tells near from far.",
-    "alarm/rejection": "raise kv.budget, or choose a gentler policy or correction. rejected.jsonl shows which tokens "
-    "the dense model would not have written.",
+    "alarm/rejection": "raise kv.budget, or choose a gentler policy. rejected.jsonl shows which tokens the dense model "
+    "would not have written.",
     "alarm/tail": "raise kv.budget for such contexts: a schedule, or kv.budget auto, which goes up to control.largest. "
     "Where the dense cache itself has less, as with small models (sparse-rl calibrate tells), lower control.target.",
     "alarm/length": "if the reward does not ask for short answers, the cache is too sparse for long ones: raise "

@@ -163,7 +163,7 @@ def test_a_schedule_that_would_train_badly_says_so():
     results["runs"] = [measured(0.1, 0.9, budget=32), measured(0.5, 0.3, budget=40)]
     (said,) = doubts(results, plain)
     assert "in the contexts 0-60, down to 0.500" in said and "reject 30.0 % of the rollouts" in said
-    assert "give --sure, more samples" in said and "reweight_only" in said
+    assert "give --sure, more samples (--n) or a larger --target." in said
     (said,) = doubts(results | {"verified": measured(0.85, 0.15)}, sure)
     assert "down to 0.850" in said and "reject" not in said and "--sure" not in said and "a larger --target" in said
     (said,) = doubts(results | {"verified": measured(0.87, 0.16)}, plain)

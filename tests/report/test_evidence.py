@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 from itertools import combinations
@@ -20,6 +21,7 @@ from sparse_rl.report.evidence import (
     Case,
     Evidence,
     auc,
+    by_bed,
     cases,
     compare,
     interval,
@@ -259,6 +261,13 @@ def case(kl, change, bed="short"):
     return Case((bed, "rkv", int(100 * kl)), known, change, change < 0)
 
 
+def test_a_statistic_may_warn_on_one_testbed_and_not_on_another():
+    """Low overlaps fail on the first, high ones on the second."""
+    found = [Case((bed, "rkv", i), {"kl": i / 10}, 0.0, (i > 1) == (bed == "a")) for bed in "ab" for i in range(4)]
+    assert by_bed(found, "kl") == {"a": 1.0, "b": 0.0} and auc(found, "kl") == 0.5
+    assert math.isnan(by_bed(found[:2], "kl")["a"])
+
+
 def test_cases_join_runs_with_what_was_measured():
     records = [made_up.before("short", "full", 0), made_up.before("short", "snapkv", 30, kl=0.7)]
     records += [made_up.run("short", "naive", 30, 0, 0.5, policy="snapkv"), made_up.run("short", "naive", 30, 0, 0.9)]
@@ -286,10 +295,9 @@ def test_the_page_begins_with_what_it_comes_to():
         "short (completions of 180 tokens): " + ", ".join(["95 % with 50 % of KV saved"] * 3) + "."
     )
     (lost,) = (text for title, text in said.items() if title.startswith("Runs that collapse"))
-    assert lost == "naive 3 of 3; sparse_rl 3 of 6."  # the extreme budget's
-    assert (
-        "reject_only at budget 40 (0.900 ± 0.006)" in said["The correction that ends highest, of those with all seeds"]
-    )
+    assert lost == "short: naive 9 of 9, sparse_rl 0 of 9."  # without the extreme budget, which naive does not have
+    (highest,) = (text for title, text in said.items() if title.startswith("The arm that ends highest"))
+    assert "reject_only at budget 40 (0.900 ± 0.006)" in highest
     (used,) = (text for title, text in said.items() if title.startswith("Used with"))
     assert used == "short: -0.100 ± 0.008 (clearly) under rkv:40, -0.100 ± 0.008 (clearly) under rkv:30."
     assert said["A veto at 1e-2 instead of 1e-4 changes dense accuracy by"] == (
@@ -298,7 +306,9 @@ def test_the_page_begins_with_what_it_comes_to():
     (updates,) = (text for title, text in said.items() if title.startswith("Four updates"))
     assert updates == "short: -0.210 ± 0.012 (clearly) with naive."  # -0.2 less +0.01
     (best,) = (text for title, text in said.items() if title.startswith("What, measured"))
-    assert best == "sparse_rl: overlap, mean, below 0.7, right in 100 % of either kind, in the mean (AUC 1.00)."
+    assert best == (
+        "sparse_rl, 3 of 6 runs: overlap, mean, below 0.7, right in 100 % of either kind, in the mean (AUC 1.00)."
+    )
     assert "sparse_rl_release at 60 and 40 and 30" in said["Not measured yet"] and "SmolLM2" in said["Not measured yet"]
     assert in_short(Evidence(())) == ["- **Not measured yet:** where time and memory go; SmolLM2."]
 
@@ -370,9 +380,12 @@ def test_the_later_line_counts_and_a_broken_one_is_named(tmp_path):
     old, new = made_up.run("short", "dense", 0, 0, 0.5), made_up.run("short", "dense", 0, 0, 0.9)
     folder = made_up.write(tmp_path / "results", [old, new])
     assert read_evidence(folder).end("short", "dense", 0).mean == 0.9
-    (folder / "b.jsonl").write_text("{}\n")
-    with pytest.raises(ValueError, match=r"b\.jsonl, line 1, is not the record of a cell"):
-        read_evidence(folder)
+    whole = json.dumps(old)
+    odd = (whole.replace("0.5", "NaN"), whole.replace('"seconds"', '"s"'), "\udcff")
+    for broken in ("{}", "[]", "", whole[:99], *odd):
+        (folder / "b.jsonl").write_bytes(f"{whole}\n{broken}\n".encode(errors="surrogateescape"))
+        with pytest.raises(ValueError, match=r"b\.jsonl, line 2, is not the record of a cell"):
+            read_evidence(folder)
     with pytest.raises(ValueError, match="is no folder"):
         read_evidence(tmp_path / "nowhere")
 

@@ -127,8 +127,6 @@ def doubts(results: dict[str, Any], config: CalibrationConfig) -> list[str]:
     if not reasons:
         return []
     remedy = f"{'' if config.sure else '--sure, '}more samples (--n) or a larger --target"
-    if rejected > HIGH_REJECTION:
-        remedy += ", or train with a correction that rejects no rollouts (--correction.preset reweight_only)"
     return [f"training on this schedule may go badly: {', and '.join(reasons)}; give {remedy}."]
 
 

@@ -20,6 +20,7 @@ from typing import Any, Literal
 from sparse_rl.evaluate.statistics import Estimate, estimate
 
 Record = dict[str, Any]
+KEYS = {"cell", "part", "commit", "hardware", "seconds", "settings", "results"}  # of every record
 ARMS = ("dense", "naive", "reject_only", "reweight_only", "sparse_rl", "bounded", "sparse_rl_release", "tis", "icepop")
 STATISTICS = {  # measured before training: what a low or a high value of it warns of
     "overlap_mean": ("overlap, mean", -1),
@@ -135,11 +136,11 @@ def read_evidence(folder: Path) -> Evidence:
         raise ValueError(f"--evidence {str(folder)!r} is no folder; give the one with the .jsonl files of results.")
     found: dict[str, Record] = {}
     for path in sorted(folder.glob("*.jsonl")):
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        for number, line in enumerate(path.read_bytes().splitlines(), 1):
             try:
-                record = _in_shape(json.loads(line))
+                record = _in_shape(json.loads(line, parse_constant=_refuse))
                 found[record["cell"]] = record
-            except (ValueError, KeyError, TypeError) as error:
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise ValueError(f"{path}, line {number}, is not the record of a cell; remove it.") from error
     _check_starts(found.values())
     return Evidence(tuple(found.values()))
@@ -242,6 +243,12 @@ def auc(found: Sequence[Case], name: str) -> float:
     return wins / pairs if pairs else math.nan
 
 
+def by_bed(found: Sequence[Case], name: str) -> dict[str, float]:
+    """The AUC of each testbed alone."""
+    beds = dict.fromkeys(case.setting[0] for case in found)
+    return {bed: auc([case for case in found if case.setting[0] == bed], name) for bed in beds}
+
+
 def threshold(found: Sequence[Case], name: str) -> tuple[float, float]:
     """The cut with the best mean of the two rates of being right, half-way between neighbours; and that mean."""
     warnings = _warning(found, name)
@@ -337,8 +344,15 @@ def _check_starts(records: Iterable[Record]) -> None:
             raise ValueError(f"testbed {bed} began with several models, {shown}; keep the lines of one.")
 
 
+def _refuse(name: str) -> float:
+    """What was not finite is null in the results; NaN and Infinity come from elsewhere."""
+    raise ValueError(f"{name} is no number")
+
+
 def _in_shape(record: Record) -> Record:
     """SmolLM2's cells as those of a testbed with one budget, which its sweep chose."""
+    if not record.keys() >= KEYS:
+        raise KeyError(f"no {', '.join(sorted(KEYS - record.keys()))}")
     if record["part"] != "smollm2":
         return record
     own, results = record["settings"], record["results"]

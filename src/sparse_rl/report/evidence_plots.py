@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparse_rl.evaluate.statistics import Estimate, estimate
-from sparse_rl.report.evidence import ARMS, DROP, STATISTICS, Evidence, cases, held, kv_read, survival
+from sparse_rl.report.evidence import ARMS, STATISTICS, Evidence, cases, held, kv_read, survival
 from sparse_rl.report.evidence_tables import sparse_before
 from sparse_rl.report.plots import COLOURS, INK, looks, plot_style
 
@@ -112,13 +112,14 @@ def _curves(figure: Figure, evidence: Evidence, bed: str) -> bool:
             found = [Estimate(start.mean, 0.0, 1), *found, evidence.end(bed, arm, budget)]
             apart = [step + (ARMS.index(arm) - 4) * steps[-1] / 200 for step in steps]
             if _points(panel, apart, found, color=colour, marker=marker, lw=1.2, label=arm):
-                lows += [each.mean for each in found if each.count]
+                lows += [each.mean - (0.0 if math.isnan(each.se) else each.se) for each in found if each.count]
         panel.set_title(f"Dense accuracy, budget {budget}")
         panel.set_xlabel("step (bars: ± 1 s.e.)")
         panel.set_yscale("logit", nonpositive="clip")  # or all that learn lie on each other
         panel.set_yticks(TICKS, [f"{tick:g}" for tick in TICKS])
         panel.set_yticks([], minor=True)
-        panel.set_ylim(max(TICKS[0] / 2, min(lows) / 2), (1 + TICKS[-1]) / 2)
+        panel.set_ylim(max(TICKS[0] / 2, min(lows) * 0.9), (1 + TICKS[-1]) / 2)
+    panels[0].set_ylabel("logit scale")
     figure.legend(*_legend(panels), loc="outside lower left", ncols=9, columnspacing=1.0, fontsize=9)
     return len(lows) > 1
 
@@ -138,7 +139,7 @@ def _budgets(figure: Figure, evidence: Evidence, bed: str) -> bool:
         if found.count:
             panel.axhline(found.mean, color=INK, lw=1, ls=dash, label=f"{label}, dense cache")
     panel.set_title("Accuracy after training by budget (± 1 s.e.)")
-    panel.set_xlabel("KV budget, entries (those tried so far)")
+    panel.set_xlabel("KV budget, entries")
     panel.set_xscale("log", base=2)
     panel.set_xticks(budgets, [str(budget) for budget in budgets])
     panel.set_xticks([], minor=True)
@@ -252,17 +253,21 @@ def _predictors(figure: Figure, evidence: Evidence) -> bool:
     beds = list(dict.fromkeys(case.setting[0] for case in found))
     for panel, (name, (label, sign)) in zip(panels, STATISTICS.items(), strict=True):
         panel.set_xscale("log")
-        known = [(case.setting[0], case.known[name], case.change) for case in found]
-        far = [(bed, max(v if sign > 0 else 1 - v, NEAR), change) for bed, v, change in known if v is not None]
-        values = [value for _, value, _ in far] or [1.0]
+        known = [(case, case.known[name]) for case in found]
+        far = [(case, max(v if sign > 0 else 1 - v, NEAR)) for case, v in known if v is not None]
+        values = [value for _, value in far] or [1.0]
         panel.set_xlim(min(values) / 1.5, max(values) * 1.5)
         for bed, (colour, _), marker in zip(beds, looks(len(beds)), "osD^v<P"[: len(beds)], strict=True):
-            x, y = ([case[i] for case in far if case[0] == bed] for i in (1, 2))
-            panel.plot(x, y, color=colour, marker=marker, ls="", alpha=0.7, label=bed)
-        panel.axhline(-DROP, color=INK, ls=":", lw=1)
+            for failed in (True, False):
+                own = [(v, case.change) for case, v in far if case.setting[0] == bed and case.failed == failed]
+                x, y = zip(*own, strict=True) if own else ((), ())
+                look = {"color": colour, "marker": marker, "ls": "", "alpha": 0.7}
+                look |= {} if failed else {"markerfacecolor": "none"}
+                panel.plot(x, y, label=f"{bed}, {'collapsed' if failed else 'not'}", **look)
+        panel.axhline(0, color=INK, ls=":", lw=1)
         panel.set_xlabel(label if sign > 0 else f"1 - {label}")
     figure.suptitle(
-        "Change of dense accuracy in naive runs, by what was measured before (below the dotted line: a collapse)",
+        "Change of dense accuracy in naive runs, by what was measured before (filled: a collapse)",
         x=0.01,
         ha="left",
         fontsize=11,

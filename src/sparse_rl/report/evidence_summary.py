@@ -13,7 +13,9 @@ from sparse_rl.report.evidence import (
     STATISTICS,
     Evidence,
     auc,
+    by_bed,
     cases,
+    collapsed,
     compare,
     ratio,
     survival,
@@ -31,8 +33,10 @@ def in_short(evidence: Evidence) -> list[str]:
     chains = [bed for bed in beds if "sweep" in evidence.bed(bed)]
     parts = {
         "Of the dense arm's accuracy sparse_rl keeps": [_kept(evidence, bed) for bed in beds],
-        "Runs that collapse, by the rule below, over all policies and budgets": _lost(evidence),
-        "The correction that ends highest, of those with all seeds": [_best(evidence, bed) for bed in beds],
+        "Runs that collapse, by the rule below, at the R-KV budgets that both were trained with": [
+            _lost(evidence, bed) for bed in beds
+        ],
+        "The arm that ends highest with sparse rollouts": [_best(evidence, bed) for bed in beds],
         "Used with the same sparse cache, the dense-trained model leads the sparse_rl-trained one by": [
             _used(evidence, bed) for bed in beds
         ],
@@ -61,10 +65,17 @@ def _kept(evidence: Evidence, bed: str) -> str:
     return _of(f"{bed} (completions of {length:.0f} tokens)", shown)
 
 
-def _lost(evidence: Evidence) -> list[str]:
-    """By arm, over all policies and budgets."""
-    found = {arm: cases(evidence, [arm]) for arm in ("naive", "sparse_rl")}
-    return [f"{arm} {sum(c.failed for c in own)} of {len(own)}" for arm, own in found.items() if own]
+def _lost(evidence: Evidence, bed: str) -> str:
+    """Where both arms have all seeds: larger budgets, which only one was trained with, ruin nobody."""
+    start, lost, count = evidence.start(bed), {"naive": 0, "sparse_rl": 0}, 0
+    settings = evidence.bed(bed)
+    for budget in {*settings["budgets"], *settings.get("sweep", ())}:
+        runs = {arm: evidence.runs(bed, arm, budget) for arm in lost}
+        if start.count and all(len(own) >= SEEDS for own in runs.values()):
+            count += SEEDS
+            for arm, own in runs.items():
+                lost[arm] += sum(collapsed(run, start) for run in own)
+    return _of(bed, [f"{arm} {failed} of {count}" for arm, failed in lost.items()] if count else [])
 
 
 def _best(evidence: Evidence, bed: str) -> str:
@@ -74,7 +85,10 @@ def _best(evidence: Evidence, bed: str) -> str:
         whole = {arm: end for arm, end in ends.items() if end.count >= SEEDS}
         if whole:
             best = max(whole, key=lambda arm: whole[arm].mean)
-            shown.append(f"{best} at budget {budget} ({number(whole[best])})")
+            clear = "sparse_rl" in whole and compare(whole[best], whole["sparse_rl"]) == "more"
+            shown.append(
+                f"{best} at budget {budget} ({number(whole[best])}{', clearly above sparse_rl' if clear else ''})"
+            )
     return _of(bed, shown)
 
 
@@ -110,10 +124,13 @@ def _foretold(evidence: Evidence) -> list[str]:
         found = cases(evidence, [arm])
         if len({case.failed for case in found}) < 2:
             continue
+        runs = f"{sum(case.failed for case in found)} of {len(found)} runs"
         areas = {name: auc(found, name) for name in STATISTICS}
         most = max(area for area in areas.values() if not math.isnan(area))
         if most <= CHANCE:
-            texts.append(f"{arm}: nothing does (AUC {most:.2f} at most)")
+            best = max(areas, key=lambda name: areas[name])
+            alone = ", ".join(f"{bed} {area:.2f}" for bed, area in by_bed(found, best).items())
+            texts.append(f"{arm}, {runs}: nothing does on all testbeds (AUC {most:.2f} at most: {alone})")
             continue
         equal = [name for name, area in areas.items() if area == most]
         name = max(equal, key=lambda name: threshold(found, name)[1])
@@ -121,7 +138,7 @@ def _foretold(evidence: Evidence) -> list[str]:
         side = f"{'below' if sign < 0 else 'above'} {cut:.2g}"
         others = f", as have {len(equal) - 1} others" if len(equal) > 1 else ""
         hits = f"right in {100 * right:.0f} % of either kind, in the mean"
-        texts.append(f"{arm}: {label}, {side}, {hits} (AUC {most:.2f}{others})")
+        texts.append(f"{arm}, {runs}: {label}, {side}, {hits} (AUC {most:.2f}{others})")
     return texts
 
 

@@ -15,6 +15,7 @@ from sparse_rl.report.evidence import (
     Evidence,
     Record,
     auc,
+    by_bed,
     cases,
     collapsed,
     compare,
@@ -35,6 +36,15 @@ HELD = """The overlap by budget and context length before training, and what com
 measures it (auto, from the lenient one), and with an adapter of the sampler's own beside that (auto_distill; its sparse
 accuracy is with the adapter). 41@0+44@60 is 41 entries, and 44 from a context of 60 tokens on; of auto, those of the
 last step. P05 in training is that of the lowest bin, at constant budgets that of all tokens."""
+
+PREDICTED = """An AUC compares runs of the same testbed. The cut from which a statistic warns is one for all testbeds
+and chosen on these very runs: on others it would be right less often."""
+
+TIMES = """The shape {shape} with random weights, completions of full length behind prompts of {prompt} tokens, one run
+each on a GPU of its own; the sparse cache has an interval of {interval}. Compiling and capturing are left out. Scoring
+and updates are timed on some of the completions and told for all: {learnt}. A learner's forward has at most
+{max_tokens:,} tokens, so a peak depends on how many completions that holds. Updates are corrected by reweight_only;
+the correction itself is sparse_rl with its diagnostics, on log-probs that are there already."""
 
 
 def arms_table(evidence: Evidence, bed: str) -> str:
@@ -186,7 +196,7 @@ def predictors_table(evidence: Evidence) -> str:
     for name, arms in (("naive", ["naive"]), ("sparse_rl", ["sparse_rl"]), ("all sparse arms", ARMS[1:])):
         found = cases(evidence, arms)
         failed = sum(case.failed for case in found)
-        text = f"{name}: {failed} of {len(found)} runs lose dense accuracy, by the rule of a collapse above."
+        text = f"{name}: {failed} of {len(found)} runs collapse, by the rule above."
         if not failed or failed == len(found):
             tables.append(f"{text} There is nothing to tell apart.")
             continue
@@ -195,14 +205,17 @@ def predictors_table(evidence: Evidence) -> str:
             low, high = interval(found, partial(auc, name=statistic))
             cut, right = threshold(found, statistic)
             side = "below" if sign < 0 else "above"
-            rows.append(
-                [label, f"{auc(found, statistic):.2f}", f"{low:.2f} to {high:.2f}", f"{side} {cut:.3g}", f"{right:.2f}"]
-            )
-        head = ("before training", "AUC", "95 %", "warns", "right, mean of both kinds")
-        if auc(found, "overlap_mean") < 0.5:
-            text += " An AUC below 0.5 says the opposite of a warning: caches nearer to the dense model lose more."
+            areas = [_share(None if math.isnan(area) else area, ".2f") for area in by_bed(found, statistic).values()]
+            rows.append([label, f"{auc(found, statistic):.2f}", f"{low:.2f} to {high:.2f}", *areas])
+            rows[-1] += [f"{side} {cut:.3g}", f"{right:.2f}"]
+        beds = [f"{bed} alone" for bed in by_bed(found, "kl")]
+        head = ("before training", "AUC", "95 %", *beds, "warns", "right, mean of both kinds")
+        wrong = [bed for bed, area in by_bed(found, "overlap_mean").items() if area < 0.5]
+        if wrong:
+            text += " An AUC below 0.5 says the opposite of a warning: caches nearer to the dense model lose more"
+            text += f" ({', '.join(wrong)})."
         tables.append(f"{text}\n\n{table(head, rows)}")
-    return "\n\n".join(tables)
+    return "\n\n".join([PREDICTED, *tables])
 
 
 def tails_table(evidence: Evidence, bed: str) -> str:
@@ -278,11 +291,14 @@ def times_table(evidence: Evidence) -> str:
         peaks = [found[f"{name}_peak_bytes"] / 1e9 for name in ("kv", "rollout", "update")]
         rows.append([f"{own['sequences']} x {own['response']}", cache, *(f"{value:.1f}" for value in seconds)])
         rows[-1] += [f"{1000 * found['correct_s']:.1f}", *(f"{value:.1f}" for value in peaks)]
+    least = {r["settings"]["response"]: r["settings"]["learnt"] for r in records}
+    some = [f"{count} of {response:,} tokens" for response, count in sorted(least.items())]
+    text = TIMES.format(**records[0]["settings"] | {"learnt": ", ".join(some)})
     head = (
         *("completions", "cache", "rollout, s", "a scoring pass, s", "update, s", "update with correction, s"),
         *("correction itself, ms", "KV peak, GB", "rollout peak, GB", "update peak, GB"),
     )
-    return table(head, rows)
+    return f"{text}\n\n{table(head, rows)}"
 
 
 def updates_table(evidence: Evidence, bed: str) -> str:
