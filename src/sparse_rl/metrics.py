@@ -84,7 +84,8 @@ METRICS: dict[str, str] = {
     "train/working_frac": "share of completions with something to learn from: an advantage, or a KL term",
     "alarm/reward": "1 while no completion is better or worse than the others of its prompt for three steps in a row, "
     "and for ten steps after",
-    "alarm/rejection": "1 while more than 15 % of the completions of ten steps are rejected, and for ten steps after",
+    "alarm/anomalies": "1 while more than 15 % of the completions of ten steps have a token of xi < 1e-4, and for ten "
+    "steps after",
     "alarm/tail": "1 while a bin's tail of overlap is more than 0.06 under control.target, over 300 tokens or more and "
     "beyond chance, and for ten steps after",
     "alarm/length": "1 while completions are a quarter shorter than they were (means of ten steps), and for ten after",
@@ -123,12 +124,13 @@ METRICS: dict[str, str] = {
     "step_time": "seconds of the whole step",
 }
 
-HIGH_REJECTION = 0.15  # from here on the correction throws too much away
+MANY_ANOMALOUS = 0.15  # completions with a token of xi < 1e-4: from here on the cache is too sparse
+ALARM_WINDOW = 10  # steps a mean length or share is taken over
 REMEDIES = {  # what an alarm asks for
     "alarm/reward": "read completions.jsonl. If right answers earn nothing, mend the reward; if all are right, take "
     "harder prompts; if none is, take easier ones, a warm start (sparse-rl sft) or a reward that tells near from far.",
-    "alarm/rejection": "raise kv.budget, or choose a gentler policy. rejected.jsonl shows which tokens the dense model "
-    "would not have written.",
+    "alarm/anomalies": "raise kv.budget, or choose a gentler policy. Where they are rejected, rejected.jsonl shows the "
+    "tokens.",
     "alarm/tail": "raise kv.budget for such contexts: a schedule, or kv.budget auto, which goes up to control.largest. "
     "Where the dense cache itself has less, as with small models (sparse-rl calibrate tells), lower control.target.",
     "alarm/length": "if the reward does not ask for short answers, the cache is too sparse for long ones: raise "

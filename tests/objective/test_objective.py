@@ -56,6 +56,7 @@ MEAN_RELEASE = (0.8 + 1.5 + 0.4 + 1.2 + 5e-5 + 1.0) / 6
 BY_HAND = {
     "none": ([1, 1, 1, 1, 1, 1], [True, True]),
     "sparse_rl": ([0.8, 1.6, 0.4, 0, 0, 0], [True, False]),
+    "strict": ([0.8, 1.6, 0.4, 0, 0, 0], [True, False]),
     "bounded": ([0.8, 0, 0, 0, 0, 0], [True, False]),
     "sparse_rl_release": ([0.8 / MEAN_RELEASE, 0, 0, 0, 0, 0], [True, False]),
     "prefix": ([0.8, 1.6, 0.4, 1.2, 0, 0], [True, True]),
@@ -78,6 +79,14 @@ def test_presets(preset):
     torch.testing.assert_close(corrected.weight, torch.tensor(weight, dtype=torch.float32), atol=1e-6, rtol=1e-5)
     assert corrected.accepted.tolist() == accepted
     assert corrected.kept.tolist() == [w != 0 for w in weight]
+
+
+def test_strict_rejects_what_the_paper_lets_pass():
+    log_xi, mask, rows = torch.tensor([5e-3, 1.0, 2e-2]).log(), torch.ones(3, dtype=torch.bool), torch.tensor([0, 0, 1])
+    accepted = {
+        name: correct(log_xi, mask, rows, 2, PRESETS[name]).accepted.tolist() for name in ("sparse_rl", "strict")
+    }
+    assert accepted == {"sparse_rl": [True, True], "strict": [False, True]}
 
 
 def test_bounds_truncate_and_mask_at_every_level():

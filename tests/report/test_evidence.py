@@ -20,6 +20,7 @@ from sparse_rl.report.evidence import (
     STATISTICS,
     Case,
     Evidence,
+    alarmed,
     auc,
     by_bed,
     cases,
@@ -34,7 +35,7 @@ from sparse_rl.report.evidence import (
 from sparse_rl.report.evidence_claims import FAILS, HOLDS, UNTESTED, tail_beats_mean, verdicts
 from sparse_rl.report.evidence_page import page
 from sparse_rl.report.evidence_summary import in_short
-from sparse_rl.report.evidence_tables import before_table, presets_table
+from sparse_rl.report.evidence_tables import alarms_table, before_table, presets_table
 
 ROOT = Path(__file__).parents[2]
 DRAWN = ("arms-short", "curves-short", "matrix-short", "budget-short", "tails-short", "length-short", "predictors")
@@ -311,6 +312,21 @@ def test_the_page_begins_with_what_it_comes_to():
     )
     assert "sparse_rl_release at 60 and 40 and 30" in said["Not measured yet"] and "SmolLM2" in said["Not measured yet"]
     assert in_short(Evidence(())) == ["- **Not measured yet:** where time and memory go; SmolLM2."]
+
+
+def test_the_alarm_of_anomalies_by_hand():
+    """Over 15 % of ten steps: 1.5 in the sum of the last ten, steps to come counting as without."""
+    (run,) = made_up.seeds("short", "naive", 40, 0.4)[:1]
+    for curve, on in (([0.15] * 30, False), ([0.16] * 10, True), ([0.16] * 9, False), ([0.9, None, 0.7, 0.0], True)):
+        run["results"]["curves"]["catastrophic"] = curve
+        assert alarmed(run) == on, curve
+    records = made_up.whole(naive=0.4)
+    for run in records:
+        if run["part"] == "a" and (run["settings"]["arm"], run["settings"]["budget"]) == ("naive", 40):
+            run["results"]["curves"]["catastrophic"] = [0.5] * 10
+    rows = alarms_table(Evidence(tuple(records)), ["short"]).splitlines()
+    assert "| short | naive | 3 of 9 | 0 of 0 |" in rows
+    assert "| short | sparse_rl | 0 of 3 | 0 of 9 |" in rows
 
 
 def test_corrections_against_the_papers_by_hand():

@@ -250,16 +250,22 @@ def test_hostile_text_stays_text(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("rejection", "saved", "policy", "said"),
+    ("anomalous", "saved", "policy", "said"),
     [
-        (0.2, 0.5, "rkv", "20 % of the completions were rejected; raise kv.budget or use a gentler policy."),
+        (
+            0.2,
+            0.5,
+            "rkv",
+            "20 % of the completions have a token that the dense model would all but never have written; raise "
+            "kv.budget or use a gentler policy.",
+        ),
         (0.15, 0.5, "rkv", None),
         (0.0, 0.0, "rkv", "no KV was saved, as the budget is above the lengths seen; lower kv.budget."),
         (0.0, 0.0, "full", None),
     ],
 )
-def test_advice(tmp_path, rejection, saved, policy, said):
-    line = {"step": 1, "correction/rejection_rate": rejection, "kv/saved_frac": saved}
+def test_advice(tmp_path, anomalous, saved, policy, said):
+    line = {"step": 1, "mismatch/catastrophic_rollout_frac": anomalous, "kv/saved_frac": saved}
     text = report(write_run(tmp_path / "run", [line], config(policy)))
     assert re.findall('<p class="note">(.*?)</p>', text) == ([f"run: {said}"] if said else [])
 

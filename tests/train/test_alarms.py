@@ -12,8 +12,8 @@ import pytest
 from sparse_rl.objective.tail import BinTail
 from sparse_rl.train.alarms import Alarms
 
-NAMES = ("rejection", "tail", "length", "kl")
-FINE = {"correction/rejection_rate": 0.1, "completions/mean_length": 1000.0, "rollout_corr/k3_kl": 0.01}
+NAMES = ("anomalies", "tail", "length", "kl")
+FINE = {"mismatch/catastrophic_rollout_frac": 0.1, "completions/mean_length": 1000.0, "rollout_corr/k3_kl": 0.01}
 
 
 def tail(far, start=2000, tokens=(125.0,) * 8):
@@ -61,31 +61,33 @@ def test_rewards_that_are_all_equal(caplog):
     assert "whatever the prompt (none now)" in caplog.text
 
 
-def test_rejection_is_said_once_an_onset(caplog):
+def test_anomalies_are_said_once_an_onset(caplog):
     """Ten steps are ten parts, whether they were taken or not: 8 x 20 % is above 15 %, and so is 2 x 100 %."""
-    alarms, high = Alarms(), FINE | {"correction/rejection_rate": 0.2}
-    assert flags(alarms, high, 12) == [set()] * 7 + [{"rejection"}] * 5
+    alarms, high = Alarms(), FINE | {"mismatch/catastrophic_rollout_frac": 0.2}
+    assert flags(alarms, high, 12) == [set()] * 7 + [{"anomalies"}] * 5
     # of ten steps, four and fewer are high from the sixth on: 4 x 0.2 + 6 x 0.1 = 1.4
-    assert flags(alarms, FINE, 17) == [{"rejection"}] * 14 + [set()] * 3
-    assert flags(alarms, high, 8) == [set()] * 5 + [{"rejection"}] * 3
+    assert flags(alarms, FINE, 17) == [{"anomalies"}] * 14 + [set()] * 3
+    assert flags(alarms, high, 8) == [set()] * 5 + [{"anomalies"}] * 3
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == 2
-    assert said[0].startswith("20% of the completions were rejected (above 15%); raise kv.budget")
-    assert flags(Alarms(), FINE | {"correction/rejection_rate": 1.0}, 2) == [set(), {"rejection"}]
+    assert said[0].startswith(
+        "20% of the completions (above 15%) have a token that the dense model would all but never have written; raise"
+    )
+    assert flags(Alarms(), FINE | {"mismatch/catastrophic_rollout_frac": 1.0}, 2) == [set(), {"anomalies"}]
 
 
-def test_a_few_rollouts_that_are_rejected_in_one_step_are_no_sign():
+def test_a_few_anomalous_rollouts_of_one_step_are_no_sign():
     """Of 8 that are scored 2, every third step; a step in which nothing was scored says nothing."""
-    unknown = {name: value for name, value in FINE.items() if name != "correction/rejection_rate"}
+    unknown = {name: value for name, value in FINE.items() if name != "mismatch/catastrophic_rollout_frac"}
 
     def some(step):
-        return unknown if step % 7 == 0 else unknown | {"correction/rejection_rate": 0.25 * (step % 3 == 0)}
+        return unknown if step % 7 == 0 else unknown | {"mismatch/catastrophic_rollout_frac": 0.25 * (step % 3 == 0)}
 
     assert flags(Alarms(), some, 60) == [set()] * 60
 
 
 def test_a_sign_that_comes_and_goes_is_said_once(caplog):
-    flags(Alarms(), lambda step: FINE | {"correction/rejection_rate": 0.4 * (step % 10 < 4)}, 50)
+    flags(Alarms(), lambda step: FINE | {"mismatch/catastrophic_rollout_frac": 0.4 * (step % 10 < 4)}, 50)
     assert len(caplog.records) == 1
 
 
@@ -162,11 +164,14 @@ def test_a_step_whose_kl_is_not_finite_says_nothing_of_how_it_rises():
 @pytest.mark.parametrize("cut", [5, 25, 41])
 def test_alarms_come_through_a_checkpoint(cut, caplog):
     def shrinking(step):
-        return FINE | {"completions/mean_length": 1000.0 - 10.0 * step, "correction/rejection_rate": 0.4 * (step < 20)}
+        return FINE | {
+            "completions/mean_length": 1000.0 - 10.0 * step,
+            "mismatch/catastrophic_rollout_frac": 0.4 * (step < 20),
+        }
 
     measured = [tail(0.5, tokens=(10.0,) * 4), tail(0.0, 4000, (7.0,))]
     whole = flags(Alarms(), shrinking, 60, measured=measured)
-    assert {name for on in whole for name in on} == {"rejection", "tail", "length"}
+    assert {name for on in whole for name in on} == {"anomalies", "tail", "length"}
     first, second = Alarms(), Alarms()
     before = flags(first, shrinking, cut, measured=measured)
     second.restore(json.loads(json.dumps(first.state())))

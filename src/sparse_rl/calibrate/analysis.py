@@ -14,7 +14,7 @@ from sparse_rl.calibrate.search import Found, as_schedule, cheapest, pool_bins
 from sparse_rl.calibrate.statistics import describe
 from sparse_rl.calibrate.tokens import Tokens
 from sparse_rl.kv.schedule import Schedule
-from sparse_rl.metrics import HIGH_REJECTION
+from sparse_rl.metrics import MANY_ANOMALOUS
 
 STUDIED = (0.75, 0.80, 0.86, 0.92)  # targets whose schedules are shown beside one's own
 
@@ -119,10 +119,10 @@ def doubts(results: dict[str, Any], config: CalibrationConfig) -> list[str]:
             f"the tail's 95 % interval reaches below the target in the contexts {contexts([bins[i] for i in weak])}, "
             f"down to {min(lows[i] for i in weak):.3f}"
         )
-    if rejected > HIGH_REJECTION:
+    if rejected > MANY_ANOMALOUS:
         reasons.append(
             f"a veto at xi < 1e-4 would reject {100 * rejected:.1f} % of the rollouts (training warns above "
-            f"{100 * HIGH_REJECTION:.0f} %)"
+            f"{100 * MANY_ANOMALOUS:.0f} %)"
         )
     if not reasons:
         return []

@@ -83,6 +83,7 @@ class Correction:
 PRESETS: dict[str, Correction] = {
     "none": Correction(weight=False),
     "sparse_rl": Correction(veto=1e-4),
+    "strict": Correction(veto=1e-2),
     "bounded": Correction(lower=0.5, upper=1.5, action="mask", veto=1e-4),
     "sparse_rl_release": Correction(
         lower=0.5, upper=1.5, action="mask", veto=1e-4, normalize=True, denominator="surviving"

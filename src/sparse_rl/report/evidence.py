@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from sparse_rl.evaluate.statistics import Estimate, estimate
+from sparse_rl.metrics import ALARM_WINDOW, MANY_ANOMALOUS
 
 Record = dict[str, Any]
 KEYS = {"cell", "part", "commit", "hardware", "seconds", "settings", "results"}  # of every record
@@ -165,6 +166,13 @@ def collapsed(run: Record, start: Estimate) -> bool:
     if end is None or run["results"].get("not_finite"):
         return True
     return start.mean - end > max(DROP, SURE * math.hypot(se or 0.0, start.se))
+
+
+def alarmed(run: Record) -> bool:
+    """Whether training's alarm of anomalies was on at some step, or would have been."""
+    curve = [share or 0.0 for share in run["results"]["curves"]["catastrophic"]]
+    windows = (curve[max(0, end - ALARM_WINDOW) : end] for end in range(1, len(curve) + 1))
+    return any(math.fsum(window) / ALARM_WINDOW > MANY_ANOMALOUS for window in windows)
 
 
 def compare(first: Estimate, second: Estimate) -> Literal["more", "no more", "unclear"]:

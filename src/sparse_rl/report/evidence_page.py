@@ -14,6 +14,7 @@ from sparse_rl.report.evidence import CLEAR, LEARNS, LEAST, SEEDS, Evidence, rea
 from sparse_rl.report.evidence_claims import UNTESTED, number, verdicts
 from sparse_rl.report.evidence_summary import in_short
 from sparse_rl.report.evidence_tables import (
+    alarms_table,
     arms_table,
     before_table,
     budgets_table,
@@ -84,7 +85,7 @@ def page(evidence: Evidence, results: str, output: str, plots: str, drawn: Seque
         parts += [f"## Sparsity-aware training: {bed}", *plot(f"matrix-{bed}", "accuracy by training and cache")]
         parts.append(matrix_table(evidence, bed))
     parts += ["## What predicts collapse", *plot("predictors", "change of accuracy against statistics before training")]
-    parts += [before_table(evidence, chains), predictors_table(evidence)]
+    parts += [before_table(evidence, chains), predictors_table(evidence), alarms_table(evidence, chains)]
     for bed in [bed for bed in chains if evidence.bed(bed).get("whole")]:
         parts += [
             f"## Holding the tail: {bed}",

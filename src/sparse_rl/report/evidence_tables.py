@@ -14,6 +14,7 @@ from sparse_rl.report.evidence import (
     STATISTICS,
     Evidence,
     Record,
+    alarmed,
     auc,
     by_bed,
     cases,
@@ -39,6 +40,9 @@ last step. P05 in training is that of the lowest bin, at constant budgets that o
 
 PREDICTED = """An AUC compares runs of the same testbed. The cut from which a statistic warns is one for all testbeds
 and chosen on these very runs: on others it would be right less often."""
+
+ALARM = """`alarm/anomalies`, the alarm for more than 15 % of the rollouts of ten steps with a token of xi < 1e-4, on the
+curves of all these runs, whatever their budget, policy and threshold: how many it was on for, at some step."""
 
 TIMES = """The shape {shape} with random weights, completions of full length behind prompts of {prompt} tokens, one run
 each on a GPU of its own; the sparse cache has an interval of {interval}. Compiling and capturing are left out. Scoring
@@ -216,6 +220,20 @@ def predictors_table(evidence: Evidence) -> str:
             text += f" ({', '.join(wrong)})."
         tables.append(f"{text}\n\n{table(head, rows)}")
     return "\n\n".join([PREDICTED, *tables])
+
+
+def alarms_table(evidence: Evidence, beds: Sequence[str]) -> str:
+    rows = []
+    for bed in beds:
+        start = evidence.start(bed)
+        for arm in evidence.arms(bed)[1:]:
+            runs = [r for r in evidence.trained(bed) if r["settings"]["arm"] == arm]
+            for_each: dict[bool, list[bool]] = {True: [], False: []}
+            for run in runs:
+                for_each[collapsed(run, start)].append(alarmed(run))
+            if runs:
+                rows.append([bed, arm, *(f"{sum(on)} of {len(on)}" for on in for_each.values())])
+    return f"{ALARM}\n\n{table(('testbed', 'arm', 'of runs that collapse', 'of others'), rows)}"
 
 
 def tails_table(evidence: Evidence, bed: str) -> str:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sparse_rl.metrics import HIGH_REJECTION, REMEDIES, read_log
+from sparse_rl.metrics import MANY_ANOMALOUS, REMEDIES, read_log
 
 LAST = 10  # steps the summary's reward is a mean over
 NOTHING_SAVED = 0.0005  # below this there is advice to give
@@ -94,13 +94,16 @@ def summary(run: Run) -> dict[str, str]:
 def advice(run: Run) -> list[str]:
     """What to change in the next run."""
     found = []
-    rejection, saved = run.mean("correction/rejection_rate"), run.mean("kv/saved_frac")
-    if rejection is not None and rejection > HIGH_REJECTION:
-        share = f"{100 * rejection:.0f} %"
-        found.append(f"{share} of the completions were rejected; raise kv.budget or use a gentler policy.")
+    anomalous, saved = run.mean("mismatch/catastrophic_rollout_frac"), run.mean("kv/saved_frac")
+    if anomalous is not None and anomalous > MANY_ANOMALOUS:
+        share = f"{100 * anomalous:.0f} %"
+        found.append(
+            f"{share} of the completions have a token that the dense model would all but never have written; raise "
+            "kv.budget or use a gentler policy."
+        )
     for name, remedy in REMEDIES.items():
         flags = [value for _, value in run.series(name)]
-        if any(flags) and not (found and name == "alarm/rejection"):
+        if any(flags) and not (found and name == "alarm/anomalies"):
             found.append(f"{name} was on at {sum(map(bool, flags))} of {len(flags)} steps; {remedy}")
     unread = 1.0 - (run.mean("kv/read_frac") or 1.0)  # a policy that chooses pages holds them all
     if saved is not None and max(saved, unread) < NOTHING_SAVED and run.settings.get("kv.policy") != "full":

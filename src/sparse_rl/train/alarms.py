@@ -2,7 +2,7 @@
 """Signs that a run is going wrong, each said once when it begins, with what to change.
 
     reward      for three steps no completion was better or worse than the others of its prompt
-    rejection   more than 15 % of the completions of ten steps are rejected
+    anomalies   more than 15 % of the completions of ten steps have a token that the dense model would not have written
     tail        in some bin of context lengths the tail of overlap is more than 0.06 under its target, beyond chance and
                 over 300 tokens or more, of as many steps as that takes
     length      completions have become a quarter shorter than they were, the first sign of a collapse
@@ -19,14 +19,13 @@ import logging
 import math
 from typing import Any
 
-from sparse_rl.metrics import HIGH_REJECTION, REMEDIES
+from sparse_rl.metrics import ALARM_WINDOW, MANY_ANOMALOUS, REMEDIES
 from sparse_rl.objective.tail import FAR, BinTail, Evidence
 
 logger = logging.getLogger(__name__)
 
 QUIET = 10  # steps without a sign after which it is over
 EQUAL = 3  # steps without an advantage before they are no chance
-WINDOW = 10  # steps a mean length or rate of rejection is taken over
 TAIL_TOKENS, SURE = 300, 2.0  # of a bin before it is judged; standard errors from what may be
 SHORTER = 0.75  # of the longest mean length
 SETTLED, KL_WINDOW, RISE, SMALL_KL = 200, 50, 1.25, 1e-3  # a KL below the last is rounding
@@ -38,7 +37,7 @@ class Alarms:
     def __init__(self) -> None:
         self.on: dict[str, int] = {}  # steps since its sign was last seen
         self.equal = 0  # steps since a completion had an advantage
-        self.rejections: list[float] = []
+        self.anomalous: list[float] = []
         self.tails: dict[str, list[float]] = {}  # the evidence of a bin's tokens since it was judged
         self.far: dict[str, float] = {}  # bins that were judged bad, with their share of tokens far under the target
         self.lengths: list[float] = []
@@ -50,7 +49,7 @@ class Alarms:
     ) -> dict[str, float]:
         """Warn of what begins with a sparse cache; returns the `alarm/*` metrics. None: the step measured no tails."""
         signs = {
-            "rejection": self._rejection(metrics),
+            "anomalies": self._anomalies(metrics),
             "length": self._length(metrics),
             "kl": self._kl(step, metrics),
         }
@@ -77,14 +76,18 @@ class Alarms:
                     del self.on[name]
         return {f"alarm/{name}": int(name in self.on) for name in signs}
 
-    def _rejection(self, metrics: dict[str, float]) -> str:
-        if "correction/rejection_rate" in metrics:
-            self.rejections = [*self.rejections, metrics["correction/rejection_rate"]][-WINDOW:]
-        rate = sum(self.rejections) / WINDOW  # steps to come count as without: at first it takes more to be sure
-        if rate <= HIGH_REJECTION:
+    def _anomalies(self, metrics: dict[str, float]) -> str:
+        """Whatever the correction does with them: one that rejects nothing is in more danger, not in less."""
+        if "mismatch/catastrophic_rollout_frac" in metrics:
+            self.anomalous = [*self.anomalous, metrics["mismatch/catastrophic_rollout_frac"]][-ALARM_WINDOW:]
+        rate = sum(self.anomalous) / ALARM_WINDOW  # steps to come count as without: at first it takes more to be sure
+        if rate <= MANY_ANOMALOUS:
             return ""
-        rate = sum(self.rejections) / len(self.rejections)
-        return f"{rate:.0%} of the completions were rejected (above {HIGH_REJECTION:.0%})"
+        rate = sum(self.anomalous) / len(self.anomalous)
+        return (
+            f"{rate:.0%} of the completions (above {MANY_ANOMALOUS:.0%}) have a token that the dense model would all "
+            "but never have written"
+        )
 
     def _tail(self, measured: list[BinTail], target: float, quantile: float) -> str:
         for tail in measured:
@@ -107,10 +110,10 @@ class Alarms:
         )
 
     def _length(self, metrics: dict[str, float]) -> str:
-        self.lengths = [*self.lengths, metrics["completions/mean_length"]][-WINDOW:]
-        if len(self.lengths) < WINDOW:
+        self.lengths = [*self.lengths, metrics["completions/mean_length"]][-ALARM_WINDOW:]
+        if len(self.lengths) < ALARM_WINDOW:
             return ""
-        mean = sum(self.lengths) / WINDOW
+        mean = sum(self.lengths) / ALARM_WINDOW
         self.longest = max(self.longest, mean)
         if mean >= SHORTER * self.longest:
             return ""
