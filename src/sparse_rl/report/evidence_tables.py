@@ -41,8 +41,8 @@ last step. P05 in training is that of the lowest bin, at constant budgets that o
 PREDICTED = """An AUC compares runs of the same testbed. The cut from which a statistic warns is one for all testbeds
 and chosen on these very runs: on others it would be right less often."""
 
-ALARM = """`alarm/anomalies`, the alarm for more than 15 % of the rollouts of ten steps with a token of xi < 1e-4, on the
-curves of all these runs, whatever their budget, policy and threshold: how many it was on for, at some step."""
+ALARM = """`alarm/anomalies`, the alarm for more than 15 % of the rollouts of ten steps with a token of xi < 1e-4, on
+the curves of all these runs, whatever their budget, policy and threshold: how many it was on for, at some step."""
 
 TIMES = """The shape {shape} with random weights, completions of full length behind prompts of {prompt} tokens, one run
 each on a GPU of its own; the sparse cache has an interval of {interval}. Compiling and capturing are left out. Scoring
