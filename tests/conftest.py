@@ -17,23 +17,18 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import lru_cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-import torch
 import yaml
 
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # before transformers imports Triton: its kernels then run on numpy
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
-from transformers import PreTrainedModel
-
-from sparse_rl.model.dry_run import dry_run
-from sparse_rl.model.load import LoadedModel
-from sparse_rl.model.tiny import FAMILIES, tiny_model, tiny_tokenizer
+    from sparse_rl.model.load import LoadedModel
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as a shell has it for what it starts in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)
-torch.set_num_threads(1)  # the models are tiny: threads only wait for each other, and badly so beside other processes
 gc.disable()  # until the tests are imported: there is no garbage before
 
 
@@ -49,6 +44,17 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.seed = last_commit()
     if config.getoption("--hypothesis-seed", None) is None:
         config.option.hypothesis_seed = str(random.Random(config.option.seed).randrange(1 << 63))
+    if not config.getoption("numprocesses", None) or hasattr(config, "workerinput"):
+        prepare_torch()
+
+
+def prepare_torch() -> None:
+    """Not in the process that only hands tests out: the imports take seconds."""
+    import torch
+
+    if not torch.cuda.is_available():
+        os.environ["TRITON_INTERPRET"] = "1"  # before transformers imports Triton: its kernels then run on numpy
+    torch.set_num_threads(1)  # the models are tiny: threads only wait for each other, badly so beside other processes
 
 
 def last_commit() -> str:
@@ -90,6 +96,8 @@ def pytest_unconfigure() -> None:
 @pytest.fixture(autouse=True)
 def seed(request: pytest.FixtureRequest) -> int:
     """Another in every test, whatever ran before it; printed where the test fails."""
+    import torch
+
     given = request.config.getoption("--seed")
     seed = random.Random(f"{given} {request.node.nodeid}").randrange(1 << 63)
     print(f"drawn from {seed} (--seed {given})")
@@ -125,6 +133,9 @@ def tiny(device: str) -> Callable[..., LoadedModel]:
 
     Two layers: one of each kind.
     """
+    from sparse_rl.model.dry_run import dry_run
+    from sparse_rl.model.load import LoadedModel
+    from sparse_rl.model.tiny import tiny_model, tiny_tokenizer
 
     @lru_cache(maxsize=32)
     def build(family: str = "llama", layers: int = 2, **settings: object) -> LoadedModel:
@@ -137,6 +148,7 @@ def tiny(device: str) -> Callable[..., LoadedModel]:
 @pytest.fixture(scope="session")
 def reference(device: str) -> Callable[..., PreTrainedModel]:
     """A second copy of a tiny model, with transformers' own attention."""
+    from sparse_rl.model.tiny import tiny_model
 
     @lru_cache(maxsize=32)
     def build(family: str = "llama", layers: int = 2, **settings: object) -> PreTrainedModel:
@@ -147,6 +159,8 @@ def reference(device: str) -> Callable[..., PreTrainedModel]:
 
 def depth(family: str, layers: int) -> dict[str, object]:
     """Settings of a tiny model with the first of the family's layers, or with windows in as large a part of them."""
+    from sparse_rl.model.tiny import FAMILIES
+
     own = FAMILIES[family]
     settings: dict[str, object] = {"num_hidden_layers": layers}
     if "layer_types" in own:
@@ -159,6 +173,8 @@ def depth(family: str, layers: int) -> dict[str, object]:
 @pytest.fixture
 def prompts() -> Callable[..., list[list[int]]]:
     """prompts(5, 70, seed=1): random prompts of these lengths."""
+
+    import torch
 
     def build(*lengths: int, seed: int = 0, vocabulary: int = 256) -> list[list[int]]:
         generator = torch.Generator().manual_seed(seed)

@@ -69,7 +69,7 @@ def base(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.some(14)
+@pytest.mark.some(10)
 def test_a_name_of_trl_changes_one_setting_as_a_flag_and_as_a_key(name, config, base):
     (value, expected), (path, before) = GIVEN[name], base
     flag = [f"--{name}"] if value is True else [f"--{name}", str(value)]  # a flag that is true may stand alone
@@ -138,7 +138,7 @@ TRANSLATED = {
 
 
 @pytest.mark.parametrize(("name", "value"), [(name, value) for name in VALUES for value in VALUES[name]])
-@pytest.mark.some(7)
+@pytest.mark.some(5)
 def test_trl_s_values_are_translated(name, value, config, base):
     path, before = base
     word = value if value not in ("true", "false") else value == "true"

@@ -190,6 +190,7 @@ def test_the_target_is_sparrows_on_the_scale_that_is_asked_for():
     assert code == 0 and "target: p05 of top20 overlap, 0.915 of the dense p05\n" in out
 
 
+@pytest.mark.some(0)
 def test_the_command(tmp_path):
     """At such a temperature 20 of 35 ids hold two thirds."""
     flags = ["--num-prompts", "4", "--n", "2", "--max-tokens", "16", "--task.letters", "3", "--temperature", "8"]

@@ -99,7 +99,7 @@ def test_an_empty_box_is_an_empty_answer():
         "\n- ",
     ],
 )
-@pytest.mark.some(8)
+@pytest.mark.some(5)
 def test_hostile_texts_take_no_time(piece):
     text = piece * (200_000 // len(piece))
     start = time.thread_time()

@@ -72,7 +72,7 @@ def test_a_window_counts_the_token_itself():
 @pytest.mark.parametrize("window", [None, 50])
 @pytest.mark.parametrize(("group", "dim", "page", "heads"), SHAPES)
 @pytest.mark.parametrize("num_sms", [1, 64])  # whole rows, and rows split among programs
-@pytest.mark.some(12)
+@pytest.mark.some(8)
 def test_triton_attention(group, dim, page, heads, window, num_sms, device, monkeypatch):
     triton = pytest.importorskip("sparse_rl.kernels.decode_triton")
     monkeypatch.setattr(triton, "num_sms", lambda device: num_sms)

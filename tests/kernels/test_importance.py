@@ -118,7 +118,7 @@ def close_calls(k, pages, live, threshold):
 
 @pytest.mark.parametrize("threshold", [0.5, 0.2, -0.3, 1.0])
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"{s[0]}-{s[1]}-{s[2]}x{s[3]}")
-@pytest.mark.some(7)
+@pytest.mark.some(5)
 def test_triton_redundancy_equals_the_reference(shape, threshold, device):
     pytest.importorskip("triton")
     from sparse_rl.kernels.importance_triton import redundancy_triton

@@ -52,7 +52,7 @@ def no_waiting():
     ],
     ids=lambda policy: f"{policy.name}-{policy.budget}",
 )
-@pytest.mark.some(3)
+@pytest.mark.some(2)
 def test_both_implementations_of_the_kernels_compress_alike(policy, device, monkeypatch):
     """Layers with and without a window, rows of different lengths; on a GPU, without ever waiting for it."""
     pytest.importorskip("triton")

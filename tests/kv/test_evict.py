@@ -81,6 +81,7 @@ def test_every_evicting_policy_has_cases():
     GROUPED,
     ids=lambda x: name_of(x) if isinstance(x, EvictPolicy) else str(x),
 )
+@pytest.mark.some(20)
 def test_policy_equals_slow_sequence(policy, group, monkeypatch):
     windows = WINDOWS
     if policy.index == "shared" and policy.sinks:

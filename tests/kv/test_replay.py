@@ -76,7 +76,7 @@ def sampled(loaded, policy, prompts, **sampling):
     ids=lambda p: p if isinstance(p, str) else f"{p.name}-{p.budget}",
 )
 @torch.no_grad()
-@pytest.mark.some(5)
+@pytest.mark.some(4)
 def test_it_gives_the_samplers_log_probs(policy, family, tiny, prompts, monkeypatch):
     """Several cuts, short and long prompts, grouped heads, windows, blocks of a few queries."""
     monkeypatch.setattr(replay, "BLOCK", 9_000)

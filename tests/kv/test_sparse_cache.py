@@ -69,7 +69,7 @@ CASES = [  # qwen2 has sliding layers among full ones
 
 
 @pytest.mark.parametrize(("family", "policy"), CASES, ids=[f"{family}-{policy.name}" for family, policy in CASES])
-@pytest.mark.some(6)
+@pytest.mark.some(4)
 def test_tokens_of_a_padded_batch_are_the_engines(family, policy, tiny, prompts):
     layers = 4 if getattr(policy, "select", "none") != "none" else 2  # two read all
     loaded = tiny(family, layers=layers, dtype=torch.float64)

@@ -55,7 +55,7 @@ def test_weights_masters_gradients_and_moments_are_those_of_a_learner(family, dt
     ],
     ids=["full", "rkv", "snapkv", "streaming", "gkv", "schedule"],
 )
-@pytest.mark.some(3)
+@pytest.mark.some(2)
 def test_the_pool_and_the_rows_are_the_engine_s(family, policy):
     model = tiny_model(family, dtype=torch.bfloat16)
     loaded = LoadedModel(model=model, tokenizer=tiny_tokenizer(), shape=dry_run(model))

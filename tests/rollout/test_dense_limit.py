@@ -22,6 +22,7 @@ def teacher_forced(model, rollout):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.some(3)
 def test_log_xi_is_rounding(family, tiny, reference, prompts):
     loaded = tiny(family)
     assert any(w is not None and w <= 32 for w in loaded.shape.windows) == (family in ("qwen2", "mistral", "gemma3"))
@@ -38,6 +39,7 @@ def test_log_xi_is_rounding(family, tiny, reference, prompts):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.some(3)
 def test_greedy_equals_generate(family, tiny, reference, prompts):
     batch = prompts(3, 40, 61)
     engine = Engine(tiny(family), RKV(budget=1000), EngineConfig(rows=4, page_size=16))

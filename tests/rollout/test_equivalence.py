@@ -149,7 +149,7 @@ def test_prefill_keeps_to_its_limit(tiny, prompts, monkeypatch):
 
 @pytest.mark.parametrize("pages", [None, 14])
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda p: p.name)
-@pytest.mark.some(3)
+@pytest.mark.some(2)
 def test_reading_tokens_late_changes_nothing(policy, pages, tiny, prompts, monkeypatch):
     """As on a GPU: several steps at once, ends noticed when the row has gone on; stop ids, strings and limits."""
     loaded = tiny(dtype=torch.float64)

@@ -25,6 +25,7 @@ POLICIES = [
 
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda p: f"{p.name}-{p.budget}")
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.some(8)
 def test_engine_equals_masked_dense_model(policy, family, tiny, reference, prompts):
     """Fails if a position came from the cache length: the cache is a small part of the context at the end."""
     settings = {"dtype": torch.float64}

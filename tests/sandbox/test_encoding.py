@@ -55,13 +55,13 @@ def same(a: object, b: object) -> bool:
     return a == b and (not isinstance(a, float) or math.copysign(1, a) == math.copysign(1, b))
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(values)
 def test_round_trip(value):
     assert same(decode(encode(value)), value)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(st.binary() | st.text().map(str.encode) | values.map(encode).flatmap(lambda b: st.just(b[: len(b) // 2])))
 def test_nothing_but_values_or_an_error(text):
     with contextlib.suppress(Unreadable):

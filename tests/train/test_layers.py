@@ -103,6 +103,7 @@ def test_layers_that_cannot_be_compiled_run_as_they_are(monkeypatch, caplog):
     assert caplog.text.count("cannot be compiled (no compiler)") == 1
 
 
+@pytest.mark.some(0)
 def test_adapted_layers_share_their_code_with_the_first(monkeypatch):
     """Its input is a frozen embedding's, which needs no gradient; and floats do not become inputs."""
     pytest.importorskip("peft")

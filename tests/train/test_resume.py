@@ -46,7 +46,7 @@ def whole(tmp_path_factory, calls):
 
 
 @pytest.mark.parametrize("point", POINTS)
-@pytest.mark.some(3)
+@pytest.mark.some(2)
 def test_a_run_killed_anywhere_resumes_bit_for_bit(whole, calls, tmp_path, point):
     """At a point drawn anew each time; the message of a failure names it."""
     count = random.randint(1, calls[point])
@@ -128,6 +128,7 @@ def test_there_must_be_a_run_to_resume(tmp_path):
 
 @pytest.mark.parametrize("name", ["model.safetensors", "state/__0_0.distcp", "state/.metadata", "config.json"])
 @pytest.mark.parametrize("damage", ["truncate", "change", "delete"])
+@pytest.mark.some(6)
 def test_a_damaged_checkpoint_is_refused(whole, tmp_path, name, damage):
     run = tmp_path / "run"
     shutil.copytree(whole, run)

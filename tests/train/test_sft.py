@@ -53,6 +53,7 @@ def learnt(
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma3"])
+@pytest.mark.some(1)
 def test_loss_and_gradient_are_cross_entropy_over_completion_tokens(family, seed):
     """Against transformers' own attention, a row at a time, in fp64; our log-probs are rounded to fp32."""
     examples = random_rows(7, seed)

@@ -194,6 +194,7 @@ def test_a_streak_ends_the_run_with_its_weights_saved(tmp_path):
     assert [line.get("update/nonfinite") for line in read_log(run / "metrics.jsonl")] == [None, 0, *[1] * STREAK, 0]
 
 
+@pytest.mark.some(0)
 def test_an_8_bit_run_learns_and_resumes_bit_for_bit(whole, tmp_path, monkeypatch):
     pytest.importorskip("torchao")
     optimizer = replace(OPTIMIZER, kind="adamw_8bit")

@@ -73,6 +73,7 @@ def close(first, second, tolerance=1e-8):
 
 
 @pytest.mark.parametrize("preset", ["none", "sparse_rl", "sparse_rl_release", "tis", "icepop"])
+@pytest.mark.some(3)
 def test_gradient_equals_the_formula_one_rollout_at_a_time(rollouts, preset):
     """No packing, no flat tensors: sequence means of weight * A * rho, as in the objective's definition."""
     model = shallow(dtype=torch.float64)
