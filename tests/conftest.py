@@ -20,9 +20,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 import yaml
 
-if TYPE_CHECKING:
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before transformers imports Triton: its kernels then run on numpy
+torch.set_num_threads(1)  # the models are tiny: threads only wait for each other, and badly so beside other processes
+
+if TYPE_CHECKING:  # imported where it is used: the process that hands tests out to others never does
     from transformers import PreTrainedModel
 
     from sparse_rl.model.load import LoadedModel
@@ -44,17 +49,6 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.seed = last_commit()
     if config.getoption("--hypothesis-seed", None) is None:
         config.option.hypothesis_seed = str(random.Random(config.option.seed).randrange(1 << 63))
-    if not config.getoption("numprocesses", None) or hasattr(config, "workerinput"):
-        prepare_torch()
-
-
-def prepare_torch() -> None:
-    """Not in the process that only hands tests out: the imports take seconds."""
-    import torch
-
-    if not torch.cuda.is_available():
-        os.environ["TRITON_INTERPRET"] = "1"  # before transformers imports Triton: its kernels then run on numpy
-    torch.set_num_threads(1)  # the models are tiny: threads only wait for each other, badly so beside other processes
 
 
 def last_commit() -> str:
@@ -96,8 +90,6 @@ def pytest_unconfigure() -> None:
 @pytest.fixture(autouse=True)
 def seed(request: pytest.FixtureRequest) -> int:
     """Another in every test, whatever ran before it; printed where the test fails."""
-    import torch
-
     given = request.config.getoption("--seed")
     seed = random.Random(f"{given} {request.node.nodeid}").randrange(1 << 63)
     print(f"drawn from {seed} (--seed {given})")
@@ -173,8 +165,6 @@ def depth(family: str, layers: int) -> dict[str, object]:
 @pytest.fixture
 def prompts() -> Callable[..., list[list[int]]]:
     """prompts(5, 70, seed=1): random prompts of these lengths."""
-
-    import torch
 
     def build(*lengths: int, seed: int = 0, vocabulary: int = 256) -> list[list[int]]:
         generator = torch.Generator().manual_seed(seed)

@@ -241,11 +241,12 @@ def cases(evidence: Evidence, arms: Sequence[str]) -> list[Case]:
 
 def auc(found: Sequence[Case], name: str) -> float:
     """The chance that the statistic warns more of a failed run than of a good one of the same testbed; ties: half."""
+    beds: dict[str, tuple[list[float], list[float]]] = {}  # values of good runs and of failed ones
+    for value, case in _warning(found, name):
+        beds.setdefault(case.setting[0], ([], []))[case.failed].append(value)
     wins, pairs = 0.0, 0
-    for bed in {case.setting[0] for case in found}:
-        own = [(value, case.failed) for value, case in _warning(found, name) if case.setting[0] == bed]
-        good = sorted(value for value, failed in own if not failed)
-        bads = [value for value, failed in own if failed]
+    for good, bads in beds.values():
+        good.sort()
         wins += sum((bisect_left(good, bad) + bisect_right(good, bad)) / 2 for bad in bads)
         pairs += len(good) * len(bads)
     return wins / pairs if pairs else math.nan
