@@ -121,14 +121,14 @@ def in_child(work) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def kill_and_resume(data: Path, folder: Path, draw: random.Random) -> None:
-    """Kill it at every point, resume, and compare with one that was left alone."""
+def kill_and_resume(data: Path, folder: Path, draw: random.Random, num_points: int) -> None:
+    """Kill it at some of the points, resume, and compare with one that was left alone."""
     evaluation = small(data)  # two cells of two blocks, two writes each
     assert in_child(lambda: evaluate_benchmarks(evaluation, folder / "whole")) == 0
     expected = results_of(folder / "whole"), samples_of(folder / "whole")
     points = [("decode", draw.randrange(1, 50)), ("grade", draw.randrange(1, 5)), ("results.json", 1)]
     points += [("write", draw.randrange(1, 9)), ("eval.json", draw.randrange(1, 3))]
-    for point, count in points:
+    for point, count in draw.sample(points, num_points):
         output = folder / "killed"
 
         def killed(output=output, point=point, count=count):

@@ -176,6 +176,7 @@ def test_choosing_pages_against_a_dense_cache(tmp_path, capsys):
     assert record["label"] == "tiny, cpu, float32, pages_mean, 48, 2 rows, 100+60, standard, 24 steps"
 
 
+@pytest.mark.some(0)
 def test_an_adapter_is_timed_beside_the_same_work_without_it(tmp_path, capsys):
     file = tmp_path / "speed.json"
     small = ["rollout", "--device", "cpu", "--rows", "4", "--prompt", "8", "--output", "24", "--adapter", "3"]

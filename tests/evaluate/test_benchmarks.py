@@ -120,8 +120,9 @@ def test_every_sample_of_every_block_has_random_numbers_of_its_own(data, tmp_pat
     assert len({line["completion"] for line in samples(tmp_path / "out")}) == 20
 
 
-def test_killed_anywhere_it_resumes_to_the_same_table(data, tmp_path):
-    small_eval.kill_and_resume(data, tmp_path, random.Random(SEED))
+@pytest.mark.parametrize("num_points", [2, pytest.param(5, marks=pytest.mark.slow)])
+def test_killed_anywhere_it_resumes_to_the_same_table(num_points, data, tmp_path, seed):
+    small_eval.kill_and_resume(data, tmp_path, random.Random(seed), num_points)
 
 
 def test_a_last_block_that_is_cut_is_made_again(data, tmp_path):

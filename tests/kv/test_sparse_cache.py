@@ -113,7 +113,7 @@ def test_log_probs_in_fp32_are_the_engines(family, policy, tiny, prompts):
 
 
 @pytest.mark.parametrize("name", ["rkv", "quest"])
-@pytest.mark.some(1)
+@pytest.mark.some(0)
 def test_a_gpus_kernels_are_given_what_they_count_on(name, tiny, prompts, monkeypatch):
     loaded = tiny()
     policy = build_policy(name, budget=48, dense_layers=1) if name == "quest" else RKV(budget=20, interval=6)

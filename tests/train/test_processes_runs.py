@@ -180,7 +180,7 @@ def stopped(processes, folder, point, at):
 
 # Of 15 decode steps and 4 forwards in each of the two steps.
 @pytest.mark.parametrize(("point", "at", "calls"), [("rollout", 20, (30, 20)), ("update", 5, (5, 5))])
-@pytest.mark.some(1)
+@pytest.mark.some(0)
 def test_a_signal_to_one_process_saves_the_run_and_ends_all(tmp_path, point, at, calls):
     """In the second step's rollout, which the other one ends, and in its update, where all stop between forwards."""
     results = several(2, stopped, tmp_path / "run", point, at)
