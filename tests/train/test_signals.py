@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import random
 import signal
@@ -166,7 +165,8 @@ def test_the_command_leaves_with_the_signals_exit_code(tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a=b1;b=a2;a|"}\n')
     child = os.fork()
     if not child:
-        with open(tmp_path / "out", "w") as sys.stdout, open(tmp_path / "err", "w") as sys.stderr:
+        with open(tmp_path / "out", "w") as sys.stdout, open(tmp_path / "err", "a") as sys.stderr:
+            os.dup2(sys.stderr.fileno(), 2)  # where the handler of signals writes
             code = 1
             try:
                 train_until_told(tmp_path)
