@@ -6,11 +6,11 @@ from __future__ import annotations
 import os
 import random
 import signal
+import subprocess
 import sys
+import textwrap
 import threading
 import time
-import traceback
-from types import SimpleNamespace
 
 import pytest
 import small_run
@@ -27,7 +27,6 @@ from guarded_run import (
 )
 from small_run import assert_same_run
 
-from sparse_rl.cli import main
 from sparse_rl.metrics import read_log
 from sparse_rl.train import Stopped, guards
 from sparse_rl.train.guards import Guards
@@ -143,43 +142,34 @@ def test_handlers_are_given_back_and_those_of_others_are_left(tmp_path):
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL and not listening.unheard
 
 
-def train_until_told(folder):
-    """The command, whose reward asks for its end in the second step."""
-    steps = []
+PROGRAM = """
+    import os, signal, sys
+    import torch
+    torch.set_num_threads(1)
+    from sparse_rl.cli import main
 
     def reward(completions, **_):
-        if steps.append(1) or len(steps) == 2:
+        if STEPS.append(1) or len(STEPS) == 2:
             os.kill(os.getpid(), signal.SIGTERM)
         return [float(len(text)) for text in completions]
 
-    sys.modules["grader"] = SimpleNamespace(reward=reward)
-    command = (
-        f"train --model embedded --task.name rows --task.train_file {folder}/rows.jsonl --task.rewards grader:reward"
-    )
-    command += f" --trainer.output_dir {folder}/run --trainer.steps 3 --trainer.prompts_per_step 2"
-    main([*command.split(), "--sampling.n", "2", "--sampling.max_tokens", "4"])
+    STEPS = []
+    sys.modules["grader"] = sys.modules["__main__"]
+    main(["train", "--model", "embedded", "--task.name", "rows", "--task.train_file", {rows!r}, "--task.rewards",
+          "grader:reward", "--trainer.output_dir", {run!r}, "--trainer.steps", "3", "--trainer.prompts_per_step", "2",
+          "--sampling.n", "2", "--sampling.max_tokens", "4"])
+"""
 
 
-@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # that forks, with threads
+@pytest.mark.slow  # it imports torch anew
 def test_the_command_leaves_with_the_signals_exit_code(tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a=b1;b=a2;a|"}\n')
-    child = os.fork()
-    if not child:
-        with open(tmp_path / "out", "w") as sys.stdout, open(tmp_path / "err", "a") as sys.stderr:
-            os.dup2(sys.stderr.fileno(), 2)  # where the handler of signals writes
-            code = 1
-            try:
-                train_until_told(tmp_path)
-            except SystemExit as end:
-                code = end.code
-            except BaseException:
-                traceback.print_exc()
-        os._exit(code)
-    _, status = os.waitpid(child, 0)
-    out, error = ((tmp_path / name).read_text() for name in ("out", "err"))
-    assert (os.waitstatus_to_exitcode(status), out) == (143, ""), error
-    assert "SIGTERM: stopping; a second signal ends the run at once" in error and "Traceback" not in error
-    assert f"stopped by SIGTERM after {tmp_path / 'run' / 'checkpoint-1'}" in error.splitlines()[-1]
+    program = PROGRAM.format(rows=str(tmp_path / "rows.jsonl"), run=str(tmp_path / "run"))
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert (ended.returncode, ended.stdout) == (143, ""), ended.stderr
+    assert "SIGTERM: stopping; a second signal ends the run at once" in ended.stderr and "Traceback" not in ended.stderr
+    assert f"stopped by SIGTERM after {tmp_path / 'run' / 'checkpoint-1'}" in ended.stderr.splitlines()[-1]
 
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # that forks, with threads
