@@ -25,7 +25,6 @@ def tokens(rollouts):
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda p: p.name)
-@pytest.mark.some(1)
 def test_rows_do_not_matter_in_fp64(policy, tiny, prompts):
     loaded = tiny("qwen2", dtype=torch.float64)
     assert len(set(loaded.shape.windows)) == 2
@@ -72,7 +71,6 @@ def test_rows_do_not_matter_beyond_rounding_in_fp32(policy, tiny, prompts):
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda p: p.name)
-@pytest.mark.some(1)
 def test_pool_size_does_not_matter_in_fp64(policy, tiny, prompts):
     """Small pools preempt dense rows and admit fewer evicting ones; the tokens are the same."""
     loaded = tiny(dtype=torch.float64)
