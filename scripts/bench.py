@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measure the README's numbers again, the old value beside the new one.
 
-    python scripts/bench.py cpu|gpu [--list] [--only learner]
+    python scripts/bench.py cpu|gpu [--list] [--only rollout learner] [--minutes 8]
 
-Every file of benchmarks/results says which commands made it. They run again here, one after the other, and write into
-the same files; what was measured at this commit is not measured again, so a run may be cut anywhere. The files as they
-were when a commit was first measured stay in runs/bench/COMMIT/before, and what other commits left half done moves to
-runs/bench/COMMIT. Word problems and the last evaluation need the folder data/ (scripts/word_problems.py).
+Every file of benchmarks/results says which commands made it. They run again here and write into the same files: those
+that measure speed one after the other, then the others side by side, their words in runs/bench/COMMIT. What was
+measured at this commit is not measured again, so a run may be cut anywhere. Every figure stands beside its old value in
+benchmarks/results/compared.md; the files as they were when a commit was first measured stay in
+runs/bench/COMMIT/before, and what other commits left half done moves to runs/bench/COMMIT. Then
+`python scripts/docs_tables.py` writes the tables of README and docs.
+Word problems and the last evaluation need the folder data/ (scripts/word_problems.py).
 Not here: benchmarks/evidence, which has a script a part, and takes hours.
 """
 
@@ -19,49 +22,65 @@ import shlex
 import shutil
 import subprocess
 import sys
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
-
-from rich.console import Console
-from rich.table import Table
+from typing import IO, Any
 
 from sparse_rl.runfolder import package_commit
 
 RESULTS = Path("benchmarks/results")
 SPEED = ("rollout_h200", "learner_h200", "full_step_h200", "policies_speed", "cost_h200")
-QUALITY = ("policies_quality", "smollm2_lookup", "smollm2_words", "eval_smollm2")  # the last needs that before
+CALIBRATED = ("calibrate_smollm2/snapkv", "calibrate_smollm2/pages_mean")
+QUALITY = ("smollm2_words", "eval_smollm2", "smollm2_lookup", "policies_quality", *CALIBRATED)
 FILES = {"cpu": ("rollout_cpu",), "gpu": (*SPEED, *QUALITY)}
-COPIED = {"eval_smollm2": {"results.json": "json", "table.md": "md"}}  # from the folder of the command's --output
-WORK = ("runs/smollm2", "evals/smollm2")  # what commands go on with
+WARM = Path("runs/smollm2/warm/done")  # what smollm2_words leaves on its way, and eval_smollm2 begins with
+COPIED = {  # from the folder of the command's --output
+    "eval_smollm2": {"results.json": "json", "table.md": "md"},
+    **{name: {"results.json": "json", "report.png": "png"} for name in CALIBRATED},
+}
+WORK = ("runs/smollm2", "evals/smollm2", "runs/cal-snapkv", "runs/cal-pages_mean")  # what commands go on with
 FIGURES = ("tokens_per_s", "step_ms", "roofline.share", "mfu", "peak_bytes", "kv.peak_bytes", "kv_peak_bytes")
 FIGURES += ("rollout_tokens_per_s", "update_tokens_per_s", "measured_bytes.rollout", "measured_bytes.update")
-FIGURES += ("against.generate.ratio", "against.trl.ratio", "overlap_p05", "accuracy", "worst_error")
+FIGURES += ("against.generate.ratio", "against.trl.ratio", "overlap_p05", "lookup", "worst_error")
+COMPARED = """# Every benchmark beside the one before it
+
+Written by scripts/bench.py; docs/benchmarks.md says what fell, and why.
+"""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("machine", choices=list(FILES))
     parser.add_argument("--list", action="store_true", help="show what would run, and stop")
-    parser.add_argument("--only", default="", help="files whose name has this in it")
+    parser.add_argument("--only", nargs="+", default=[""], help="files whose name has one of these in it")
+    parser.add_argument("--minutes", type=float, default=1e9, help="begin nothing after so long")
     args = parser.parse_args()
     commit = os.environ.get("COMMIT") or package_commit()
     if commit is None:
         parser.error("there is no repository; set the variable COMMIT to say what is measured")
-    names = [name for name in FILES[args.machine] if args.only in name and (RESULTS / f"{name}.json").exists()]
-    todo = [(name, command) for name in names for command in outdated(read(RESULTS / f"{name}.json"), commit)]
+    names = [
+        name
+        for name in FILES[args.machine]
+        if any(part in name for part in args.only) and (RESULTS / f"{name}.json").exists()
+    ]
+    todo = {name: outdated(read(RESULTS / f"{name}.json"), commit) for name in names}
     if args.list:
-        for _, command in todo:
-            print(command)
+        print(*(command for commands in todo.values() for command in commands), sep="\n")
         return
     before = Path("runs/bench") / commit / "before"
     if not before.exists():
         begin(before)
-    failed = [command for name, command in todo if not measure(name, command)]
-    for name in names:
-        Console(width=140).print(compared(name, read(before / f"{name}.json"), read(RESULTS / f"{name}.json")))
-    for command in failed:
-        print(f"failed: {command}", file=sys.stderr)
-    sys.exit(1 if failed else 0)
+    end = time.monotonic() + 60 * args.minutes
+    alone = [(name, command) for name in names if name not in QUALITY for command in todo[name]]
+    failed = [command for name, command in alone if time.monotonic() < end and not measure(name, command)]
+    if time.monotonic() < end:
+        failed += side_by_side({name: todo[name] for name in names if name in QUALITY}, before.parent)
+    write_compared(names, before)
+    left = [command for name in names for command in outdated(read(RESULTS / f"{name}.json"), commit)]
+    for command in left:
+        print(f"{'failed' if command in failed else 'not begun'}: {command}", file=sys.stderr)
+    sys.exit(1 if left else 0)
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -85,30 +104,63 @@ def begin(before: Path) -> None:
     shutil.copytree(RESULTS, before)
 
 
-def measure(name: str, command: str) -> bool:
+def side_by_side(todo: dict[str, list[str]], logs: Path) -> list[str]:
+    """Run the commands of several files, a thread a file; those that failed."""
+    running: dict[str, Future[list[str]]] = {}
+
+    def work(name: str) -> list[str]:
+        while name == "eval_smollm2" and "smollm2_words" in running and not WARM.exists():
+            if running["smollm2_words"].done():
+                break
+            time.sleep(1.0)
+        with open(logs / f"{Path(name).name}.log", "a") as log:
+            return [command for command in todo[name] if not measure(name, command, log)]
+
+    with ThreadPoolExecutor(max(1, len(todo))) as pool:
+        for name in todo:
+            running[name] = pool.submit(work, name)
+    return [command for name in todo for command in running[name].result()]
+
+
+def measure(name: str, command: str, log: IO[str] | None = None) -> bool:
     """Run a command; whether it went well."""
-    program, *arguments = shlex.split(command)
+    program, *arguments = (word for word in shlex.split(command) if word != "--resume")
     folder = Path(arguments[arguments.index("--output") + 1]) if name in COPIED else None
-    if folder and (folder / "eval.json").exists():
+    if folder and any((folder / begun).exists() for begun in ("eval.json", "calibration.json")):
         arguments.append("--resume")
     print(f"\n$ {command}", flush=True)
     start = [sys.executable] if program == "python" else [sys.executable, "-m", "sparse_rl"]
-    if subprocess.run([*start, *arguments]).returncode:
+    if subprocess.run([*start, *arguments], stdout=log, stderr=log and subprocess.STDOUT).returncode:
         return False
     for made, suffix in COPIED.get(name, {}).items():
         shutil.copy(folder / made, RESULTS / f"{name}.{suffix}")
     return True
 
 
-def compared(name: str, before: list[dict[str, Any]], after: list[dict[str, Any]]) -> Table:
+def write_compared(names: list[str], before: Path) -> None:
+    """Put each file's old and new figures into compared.md; those of other files stay as they are."""
+    path = RESULTS / "compared.md"
+    head, *rest = (path.read_text() if path.exists() else COMPARED).split("\n## ")
+    sections = {section.partition("\n")[0]: section for section in rest}
+    for name in names:
+        sections[name] = compared(name, read(before / f"{name}.json"), read(RESULTS / f"{name}.json"))
+        print(f"\n{sections[name]}")
+    known = [name for group in FILES.values() for name in group if name in sections]
+    path.write_text("\n## ".join([head.rstrip("\n") + "\n", *(sections[name].rstrip("\n") + "\n" for name in known)]))
+
+
+def compared(name: str, before: list[dict[str, Any]], after: list[dict[str, Any]]) -> str:
     """A line a figure: before, now, and the change."""
-    table = Table("", "figure", "before", "now", "change", title=name)
+    commits = [", ".join(dict.fromkeys(record["commit"] for record in records)) for records in (before, after)]
+    lines = [name, "", f"Before: {commits[0]}. Now: {commits[1]}.", ""]
+    lines += ["| what | figure | before | now | change |", "|---|---|---:|---:|---:|"]
     old, new = figures(before), figures(after)
     for (label, figure), value in new.items():
         known = old.get((label, figure))
         change = f"{value / known - 1:+.1%}" if known else ""
-        table.add_row(label, figure, "" if known is None else f"{known:,.4g}", f"{value:,.4g}", change)
-    return table
+        shown = "" if known is None else f"{known:,.5g}"
+        lines.append(f"| {label} | {figure} | {shown} | {value:,.5g} | {change} |")
+    return "\n".join(lines) + "\n"
 
 
 def figures(records: list[dict[str, Any]]) -> dict[tuple[str, str], float]:
@@ -127,6 +179,12 @@ def figures(records: list[dict[str, Any]]) -> dict[tuple[str, str], float]:
         for cell in record.get("cells", []):
             where = f"{cell['model']}, {cell['cache']}"
             found[where, cell["benchmark"]] = next(iter(cell["metrics"].values()))["mean"]
+        if "verified" in record:  # a calibration
+            for (low, high), budget, held in zip(
+                record["bins"], record["schedule"]["budgets"], record["verified"]["bins"], strict=True
+            ):
+                found[f"contexts {low} to {high}", "budget"] = budget
+                found[f"contexts {low} to {high}", "P05 as run"] = held["top20"]["all"]["p05"]
     return found
 
 

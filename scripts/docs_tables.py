@@ -1,28 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the tables of docs/ that say what the code says: metrics, alarms, TRL's names.
+"""Writes the tables of README and docs/ that say what the code says (metrics, alarms, TRL's names) or what was measured.
 
     python scripts/docs_tables.py
 
-A page has the place between `<!-- table: WHAT -->` and `<!-- end -->`; WHAT is a key of TABLES and what it takes.
+A page has the place between `<!-- table: WHAT -->` and `<!-- end -->`; WHAT is a key of TABLES and what it takes. Those
+of benchmarks are in scripts/benchmark_tables.py.
 tests/test_docs.py fails where a page is behind.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+import runpy
+from collections.abc import Callable
 from pathlib import Path
 
 from sparse_rl.cli.trl_names import NAMES, REFUSED, VALUES
 from sparse_rl.metrics import METRICS, REMEDIES
 
-DOCS = Path(__file__).parents[1] / "docs"
+ROOT = Path(__file__).parents[1]
+MEASURED = runpy.run_path(str(ROOT / "scripts" / "benchmark_tables.py"))
+table: Callable[..., str] = MEASURED["table"]
 PLACE = re.compile(r"(<!-- table: (\w+)((?: \S+)*) -->\n).*?(<!-- end -->)", flags=re.DOTALL)
-
-
-def table(heading: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
-    lines = [heading, ("---",) * len(heading), *rows]
-    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
 
 
 def metrics(*prefixes: str) -> str:
@@ -50,7 +49,8 @@ def trl_refused() -> str:
 
 
 TABLES: dict[str, Callable[..., str]] = {
-    function.__name__: function for function in (metrics, alarms, trl_names, trl_refused)
+    **MEASURED["TABLES"],
+    **{function.__name__: function for function in (metrics, alarms, trl_names, trl_refused)},
 }
 
 
@@ -60,7 +60,7 @@ def filled(page: str) -> str:
 
 
 def main() -> None:
-    for path in sorted(DOCS.glob("*.md")):
+    for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
         page = path.read_text()
         if filled(page) != page:
             path.write_text(filled(page))

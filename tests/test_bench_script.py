@@ -35,7 +35,7 @@ def repository(script, tmp_path, monkeypatch):
     monkeypatch.setenv("COMMIT", "new")
     ran = []
 
-    def run(command):
+    def run(command, **_):
         ran.append(shlex.join(command[1:]))
         if "broken" in command:
             return SimpleNamespace(returncode=1)
@@ -119,7 +119,7 @@ def test_a_cut_evaluation_goes_on_and_is_copied(script, repository, monkeypatch)
     folder = Path("evals/smollm2")
     started = []
 
-    def run(command):
+    def run(command, **_):
         started.append(command)
         folder.mkdir(parents=True, exist_ok=True)
         for name in ("eval.json", "results.json", "table.md"):

@@ -1,0 +1,312 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tables of README and docs that show what benchmarks/results holds; scripts/docs_tables.py puts them there."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
+SHAPES = {
+    "qwen2.5-1.5b": "Qwen2.5-1.5B",
+    "qwen2.5-7b": "Qwen2.5-7B",
+    "qwen3-1.7b": "Qwen3-1.7B",
+    "qwen3-4b": "Qwen3-4B",
+}
+CACHES = {"full": "dense", "rkv": "R-KV", "snapkv": "SnapKV", "quest": "Quest", "pages_mean": "`pages_mean`"}
+CLASSES = {  # of the kernels of a step
+    "attention": "attention",
+    "linear": "matrix products",
+    "pointwise": "pointwise kernels",
+    "sampling": "sampling",
+    "compaction": "compression",
+    "other": "host and gaps",
+}
+
+
+def table(heading: tuple[str, ...], rows: Iterable[tuple[str, ...]], align: str = "") -> str:
+    """`align` has a letter a column, r for right; without it all are left."""
+    rule = tuple("---:" if letter == "r" else "---" for letter in align or "l" * len(heading))
+    return "".join(f"| {' | '.join(line)} |\n" for line in (heading, rule, *rows))
+
+
+def read(name: str) -> Any:
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def commits(records: list[dict[str, Any]]) -> str:
+    return ", ".join(dict.fromkeys(record["commit"] for record in records))
+
+
+def percent(share: float, digits: int = 0) -> str:
+    return f"{100 * share:.{digits}f} %"
+
+
+def gigabytes(count: float) -> str:
+    return f"{count / 1e9:.1f} GB" if count < 20e9 else f"{count / 1e9:.0f} GB"
+
+
+def error(value: float, standard: float) -> str:
+    return f"{value:.3f} ± {standard:.3f}"
+
+
+def rollout(**settings: Any) -> dict[str, Any]:
+    """The one of the H200's rollouts with these settings."""
+    found = [r for r in read("rollout_h200") if all(r["settings"][name] == value for name, value in settings.items())]
+    assert len(found) == 1, (settings, len(found))
+    return found[0]
+
+
+def cache_of(kv: dict[str, Any]) -> str:
+    name = CACHES.get(kv["policy"], kv["policy"])
+    return f"{name} {kv['budget']} + {kv['interval']}" if "interval" in kv else name
+
+
+def measured() -> str:
+    """The README's few: what a sparse cache gains, and the learner beside TRL's."""
+    work = {"shape": "qwen2.5-1.5b", "rows": 256, "work": "standard"}
+    sparse = rollout(**work, output=4096, kv=rollout(**work, output=32768)["settings"]["kv"])
+    dense = next(r for r in read("rollout_h200") if r["settings"]["kv"]["policy"] == "full")
+    long = rollout(**work, output=32768)["results"]
+    learner = read("learner_h200")[0]
+    trl = learner["results"]["against"]["trl"]
+    (a, b), kv = (sparse["results"], dense["results"]), "kv"
+    rows = [
+        (
+            "rollouts, Qwen2.5-1.5B, 256 rows of 4,096 tokens, R-KV 512 + 128",
+            f"{a['tokens_per_s']:,.0f} tok/s, {gigabytes(a[kv]['peak_bytes'])} of KV",
+            f"dense cache: {b['tokens_per_s']:,.0f} tok/s, {gigabytes(b[kv]['peak_bytes'])}",
+        ),
+        (
+            "the same, 32,768 tokens (steps at full caches)",
+            f"{long['tokens_per_s']:,.0f} tok/s, {gigabytes(long[kv]['peak_bytes'])}",
+            f"dense cache: {gigabytes(long[kv]['dense_bytes'])}, does not fit",
+        ),
+        (
+            "updates of Qwen2.5-1.5B, lognormal lengths of at most 4,096",
+            f"{learner['results']['tokens_per_s']:,.0f} tok/s",
+            f"TRL 1.16: {trl['tokens_per_s']:,.0f} tok/s",
+        ),
+    ]
+    return table(("what", "here", "instead"), rows) + f"\nCommit {commits([sparse, dense, learner])}.\n"
+
+
+def rollouts() -> str:
+    rows = []
+    for record in read("rollout_h200"):
+        settings, found = record["settings"], record["results"]
+        if settings["kv"]["policy"] == "pages_mean":
+            continue
+        lengths = f"{settings['output']:,}" if settings["work"] == "standard" else f"{settings['work']}, median 2,048"
+        evicts = "interval" in settings["kv"]
+        kept = gigabytes(found["kv"]["peak_bytes"])
+        rows.append(
+            (
+                SHAPES[settings["shape"]],
+                f"{settings['rows']:,}",
+                lengths + (" (cut)" if found["cut"] else ""),
+                cache_of(settings["kv"]),
+                f"{found['tokens_per_s']:,.0f}",
+                f"{found['step_ms']:.2f}",
+                percent(found["roofline"]["share"]),
+                f"{kept}, dense {gigabytes(found['kv']['dense_bytes'])}" if evicts else kept,
+            )
+        )
+    heading = ("shape", "rows", "output", "cache", "tok/s", "ms a step", "share of the roofline", "KV at the peak")
+    return table(heading, rows)
+
+
+def rollout_split() -> str:
+    found = read("rollout_h200")[0]["results"]
+    parts = ", ".join(f"{percent(found['split_ms'][key] / found['step_ms'])} {name}" for key, name in CLASSES.items())
+    return f"A sparse step of the first line is {parts}; its steps alone give {256e3 / found['step_ms']:,.0f} tok/s.\n"
+
+
+def policies_speed() -> str:
+    found = {record["label"]: record["results"] for record in read("policies_speed")}
+    budgets, rows = (256, 512, 1024), []
+    for name in dict.fromkeys(label.partition(" ")[0] for label in found):
+        if name == "full":
+            continue
+        speeds = [found[f"{name} {budget}"]["tokens_per_s"] for budget in budgets]
+        rivals = [found[f"streaming {budget}"]["tokens_per_s"] for budget in budgets]
+        worst = min(speed / rival for speed, rival in zip(speeds, rivals, strict=True))
+        share = "" if name in ("pages_mean", "quest") else f"{worst:.2f}"
+        peak = gigabytes(found[f"{name} 512"]["kv_peak_bytes"])
+        rows.append((f"`{name}`", *(f"{speed:,.0f}" for speed in speeds), share, peak))
+    dense = found["full"]
+    rows.append(("dense", f"{dense['tokens_per_s']:,.0f}", "", "", "", gigabytes(dense["kv_peak_bytes"])))
+    return table(("policy", "tok/s at 256", "512", "1,024", "of `streaming`, at worst", "KV at the peak, 512"), rows)
+
+
+def selecting() -> str:
+    found = rollout(shape="qwen3-1.7b")["results"]
+    dense, chosen = found["against"]["full"], found["split_ms"]["selection"] / found["step_ms"]
+    rows = [
+        (
+            "`pages_mean`, `sparrow/qwen3-1.7b-0.86`",
+            f"{found['tokens_per_s']:,.0f} ({dense['ratio']:.1f}x)",
+            f"{found['step_ms']:.2f}",
+            percent(chosen, 1),
+        ),
+        ("dense", f"{dense['tokens_per_s']:,.0f}", f"{dense['step_ms']:.2f}", ""),
+    ]
+    name = "Qwen3-1.7B's shape, 24 rows, 32,000 tokens of context"
+    return table((name, "tok/s", "ms a step", "of that choosing pages"), rows)
+
+
+def policies_quality() -> str:
+    found = {record["label"]: record["results"] for record in read("policies_quality")}
+    budgets, rows = (64, 96, 128), []
+
+    def overlap(each: dict[str, Any]) -> str:
+        return " / ".join(f"{each[f'overlap_{name}']:.2f}" for name in ("mean", "p05", "p01"))
+
+    for name in dict.fromkeys(label.partition(" ")[0] for label in found):
+        if name != "full":
+            cells = [found[f"{name} {budget}"] for budget in budgets]
+            rows.append((f"`{name}`", *map(overlap, cells), *(f"{cell['lookup']:.2f}" for cell in cells)))
+    rows.append(("dense", overlap(found["full"]), "", "", f"{found['full']['lookup']:.2f}", "", ""))
+    return table(("policy", "overlap at 64", "96", "128", "look-up at 64", "96", "128"), rows)
+
+
+def learner() -> str:
+    rows = []
+    for record in read("learner_h200"):
+        settings, found = record["settings"], record["results"]
+        spread = settings["spread"] == "lognormal"
+        rival = found["against"].get("trl")
+        rows.append(
+            (
+                f"lognormal, at most {settings['output']:,}" if spread else f"{settings['output']:,} each",
+                f"{found['tokens_per_s']:,.0f}",
+                percent(found["mfu"]),
+                gigabytes(found["peak_bytes"]),
+                f"{rival['tokens_per_s']:,.0f} tok/s: ours {rival['ratio']:.2f}x" if rival else "",
+            )
+        )
+    return table(("lengths", "tok/s", "MFU", "peak memory", "TRL 1.16's GRPO step in the same run"), rows)
+
+
+def full_step(kind: str) -> str:
+    """`whole`: all weights; `lora`: adapters."""
+    chosen = [r for r in read("full_step_h200") if not r["settings"]["dense"]]
+    (record,) = [r for r in chosen if bool(r["settings"].get("lora")) == (kind == "lora")]
+    found, rows = record["results"], []
+    decoded = f"{found['rollout_s'] - found['capture_s']:.0f} s and {found['capture_s']:.0f} s of capturing"
+    for stage, took in (("rollout", decoded), ("update", f"{found['update_s']:.0f} s")):
+        bytes_planned, bytes_held = (found[f"{name}_bytes"][stage] / 1e9 for name in ("planned", "measured"))
+        speed = f"{found[f'{stage}_tokens_per_s']:,.0f} tok/s"
+        what = "rollout, R-KV 512 + 128" if stage == "rollout" else stage
+        rows.append((what, f"{bytes_planned:.1f} GB", f"{bytes_held:.1f} GB, {took}: {speed}"))
+    return table(("", "planned", "measured"), rows)
+
+
+def cost() -> str:
+    rows = []
+    for record in read("cost_h200"):
+        for step in record["results"]["steps"]:
+            rows.append(
+                (
+                    SHAPES[record["settings"]["shape"]],
+                    f"{step['context']:,}",
+                    f"{step['dense_ms']:.2f} ms, {step['predicted_dense_ms']:.2f}",
+                    f"{step['sparse_ms']:.2f} ms, {step['predicted_sparse_ms']:.2f}",
+                    f"{step['ratio']:.2f}x",
+                    f"{step['predicted_ratio']:.2f}x ({100 * step['error']:+.0f} %)",
+                )
+            )
+    heading = ("shape", "context", "dense step, predicted", "sparse step, predicted", "speed-up", "predicted")
+    return table(heading, rows)
+
+
+def smollm2() -> str:
+    rows = []
+    for name, task in (("lookup", "look-up among ten pairs"), ("words", "word problems from a warm start")):
+        record = read(f"smollm2_{name}")
+        runs, settings = record["runs"], record["settings"]
+        saved = mean(x for run in runs for x in run["curves"]["kv_saved"] if x)
+        first = f"{task}, {settings['budget']} + {settings['interval']}, {percent(saved)}"
+        rows.append((first, "before", *ends(record.get("before"), {})))
+        for run in runs:
+            arm = run["arm"] if run["arm"] != "sparse_rl" else "`sparse_rl`"
+            rows.append(("", arm, *ends(run["final"], run.get("gain", {}))))
+    return table(("task, budget, KV saved", "arm", "dense cache", "gain", "sparse cache", "gain"), rows)
+
+
+def ends(found: dict[str, Any] | None, gain: dict[str, list[float]]) -> Iterable[str]:
+    """A model's reward with either cache, and what it gained prompt by prompt."""
+    for cache in ("dense", "sparse"):
+        yield error(found[cache]["reward"], found[cache]["reward_se"]) if found else ""
+        yield f"{gain[cache][0]:+.3f} ± {gain[cache][1]:.3f}" if gain else ""
+
+
+def inference() -> str:
+    """SmolLM2 on every benchmark with every cache: a line a model and cache."""
+    record = read("eval_smollm2")
+    names = ("GSM8K", "SVAMP", "MultiArith", "SingleOp", "look-up of 15", "look-up of 60")
+    rows = []
+    for model, called in zip(record["models"], ("instruct", "warm start"), strict=True):
+        for cache in dict.fromkeys(cell["cache"] for cell in record["cells"]):
+            cells = [cell for cell in record["cells"] if (cell["model"], cell["cache"]) == (model, cache)]
+            assert len(cells) == len(names)
+            scores = (cell["metrics"]["pass@1"] for cell in cells)
+            rows.append(
+                (
+                    called,
+                    spec_name(cache),
+                    *(f"{100 * score['mean']:.1f} ± {100 * score['se']:.1f}" for score in scores),
+                    percent(mean(cell["kv_saved_frac"] for cell in cells)),
+                    percent(mean(cell["kv_read_frac"] for cell in cells)),
+                    f"{sum(cell['tokens'] for cell in cells) / sum(cell['samples'] for cell in cells):.0f}",
+                )
+            )
+            called = ""
+    heading = ("model", "cache", *names, "KV saved", "KV read", "tokens per answer")
+    return table(heading, rows, align="ll" + "r" * 9)
+
+
+def spec_name(spec: str) -> str:
+    """`rkv:budget=48,interval=16` as people write it."""
+    policy, _, rest = spec.partition(":")
+    settings = dict(part.rpartition("=")[::2] for part in rest.split(",")) if rest else {}
+    budget = settings.get("budget") or settings.get("")
+    name = CACHES.get(policy, policy)
+    return " ".join(
+        [name, *([budget] if budget else []), *(["+", settings["interval"]] if "interval" in settings else [])]
+    )
+
+
+def rollouts_cpu() -> str:
+    rows = []
+    for work, name in (("standard", "256 tokens each"), ("lognormal", "lognormal, median 128, at most 256")):
+        cells = []
+        for record in read("rollout_cpu"):
+            if record["settings"]["work"] == work:
+                found, evicts = record["results"], record["settings"]["kv"]["policy"] != "full"
+                cell = f"{found['tokens_per_s']:,.0f} tok/s ({found['against']['generate']['ratio']:.2f}x)"
+                cells.append(cell + (f", {percent(found['kv']['saved_frac'])} of KV saved" if evicts else ""))
+        rows.append((name, *cells))
+    return table(("responses", "engine, dense", "engine, R-KV 64 + 32"), rows)
+
+
+TABLES: dict[str, Callable[..., str]] = {
+    function.__name__: function
+    for function in (
+        measured,
+        rollouts,
+        rollout_split,
+        policies_speed,
+        selecting,
+        policies_quality,
+        learner,
+        full_step,
+        cost,
+        smollm2,
+        inference,
+        rollouts_cpu,
+    )
+}
