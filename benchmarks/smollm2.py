@@ -107,6 +107,7 @@ def main() -> None:
         "command": " ".join(["python", *sys.argv]),
         **before["provenance"],
         "settings": settings | sampling(args) | {"budget": budget, "interval": INTERVAL},
+        "seconds": round(time.time() - began),  # of this start; what was there before is not in it
         "sweep": rows,
         "before": {cache: numbers(before[cache]) for cache in CACHES},
         "runs": results,

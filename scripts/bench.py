@@ -27,22 +27,44 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any
 
+from sparse_rl.kv.schedule import Schedule
 from sparse_rl.runfolder import package_commit
 
 RESULTS = Path("benchmarks/results")
 SPEED = ("rollout_h200", "learner_h200", "full_step_h200", "policies_speed", "cost_h200")
 CALIBRATED = ("calibrate_smollm2/snapkv", "calibrate_smollm2/pages_mean")
 QUALITY = ("smollm2_words", "eval_smollm2", "smollm2_lookup", "policies_quality", *CALIBRATED)
-FILES = {"cpu": ("rollout_cpu",), "gpu": (*SPEED, *QUALITY)}
+FILES = {"cpu": ("rollout_cpu", "calibrate_embedded"), "gpu": (*SPEED, *QUALITY)}
 WARM = Path("runs/smollm2/warm/done")  # what smollm2_words leaves on its way, and eval_smollm2 begins with
 COPIED = {  # from the folder of the command's --output
     "eval_smollm2": {"results.json": "json", "table.md": "md"},
     **{name: {"results.json": "json", "report.png": "png"} for name in CALIBRATED},
+    "calibrate_embedded": {"results.json": "json"},
 }
-WORK = ("runs/smollm2", "evals/smollm2", "runs/cal-snapkv", "runs/cal-pages_mean")  # what commands go on with
-FIGURES = ("tokens_per_s", "step_ms", "roofline.share", "mfu", "peak_bytes", "kv.peak_bytes", "kv_peak_bytes")
-FIGURES += ("rollout_tokens_per_s", "update_tokens_per_s", "measured_bytes.rollout", "measured_bytes.update")
-FIGURES += ("against.generate.ratio", "against.trl.ratio", "overlap_p05", "lookup", "worst_error")
+WORK = ("runs/smollm2", "evals/smollm2", *(f"runs/cal-{name}" for name in ("snapkv", "pages_mean", "embedded")))
+FIGURES = (  # of a record's results, those that README and docs show
+    *(
+        "tokens_per_s",
+        "step_ms",
+        "roofline.share",
+        "mfu",
+        "peak_bytes",
+        "kv.peak_bytes",
+        "kv.read_frac",
+        "kv_peak_bytes",
+    ),
+    *(
+        "rollout_s",
+        "rollout_tokens_per_s",
+        "update_s",
+        "update_tokens_per_s",
+        "split_ms.selection",
+        "split_ms.compaction",
+    ),
+    *("planned_bytes.rollout", "measured_bytes.rollout", "planned_bytes.update", "measured_bytes.update"),
+    *(f"against.{rival}.{what}" for rival in ("generate", "trl", "full") for what in ("tokens_per_s", "ratio")),
+    *("overlap_mean", "overlap_p05", "overlap_p01", "lookup", "reached.bandwidth", "reached.flops", "worst_error"),
+)
 COMPARED = """# Every benchmark beside the one before it
 
 Written by scripts/bench.py; docs/benchmarks.md says what fell, and why.
@@ -91,13 +113,20 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 def outdated(records: list[dict[str, Any]], commit: str) -> list[str]:
     """The commands of what was measured at other commits or not to its end, each once."""
-    due = [record["command"] for record in records if record["commit"] != commit or record.get("unfinished")]
+    due = [record["command"] for record in records if record["commit"] != commit or not whole(record)]
     return list(dict.fromkeys(due))
+
+
+def whole(record: dict[str, Any]) -> bool:
+    """Whether it ran to its end, and every rival that was asked for with it."""
+    rivals = str(record.get("settings", {}).get("against") or "")
+    found = (record.get("results") or {}).get("against") or {}
+    return not record.get("unfinished") and all("ratio" in found.get(name, {}) for name in rivals.split(",") if name)
 
 
 def begin(before: Path) -> None:
     """Put the old results, and what older commits left unfinished, where nothing goes on with them."""
-    for folder in WORK:
+    for folder in WORK:  # what commands go on with
         if Path(folder).exists():
             (before.parent / folder).parent.mkdir(parents=True, exist_ok=True)
             shutil.move(folder, before.parent / folder)
@@ -109,10 +138,10 @@ def side_by_side(todo: dict[str, list[str]], logs: Path) -> list[str]:
     running: dict[str, Future[list[str]]] = {}
 
     def work(name: str) -> list[str]:
-        while name == "eval_smollm2" and "smollm2_words" in running and not WARM.exists():
-            if running["smollm2_words"].done():
+        while name == "eval_smollm2" and todo.get("smollm2_words") and not WARM.exists():
+            if "smollm2_words" in running and running["smollm2_words"].done():
                 break
-            time.sleep(1.0)
+            time.sleep(0.1)
         with open(logs / f"{Path(name).name}.log", "a") as log:
             return [command for command in todo[name] if not measure(name, command, log)]
 
@@ -164,7 +193,7 @@ def compared(name: str, before: list[dict[str, Any]], after: list[dict[str, Any]
 
 
 def figures(records: list[dict[str, Any]]) -> dict[tuple[str, str], float]:
-    """The numbers that the README shows, by what was measured and by name."""
+    """The numbers that README and docs show, by what was measured and by name."""
     found: dict[tuple[str, str], float] = {}
     for record in records:
         for name in FIGURES:
@@ -173,19 +202,52 @@ def figures(records: list[dict[str, Any]]) -> dict[tuple[str, str], float]:
                 value = value.get(key) if isinstance(value, dict) else None
             if value is not None:
                 found[record["label"], name] = value
-        for run in record.get("runs", []):  # one an arm
-            for cache in ("dense", "sparse"):
-                found[run["arm"], f"{cache} accuracy"] = run["final"][cache]["reward"]
-        for cell in record.get("cells", []):
-            where = f"{cell['model']}, {cell['cache']}"
-            found[where, cell["benchmark"]] = next(iter(cell["metrics"].values()))["mean"]
-        if "verified" in record:  # a calibration
-            for (low, high), budget, held in zip(
-                record["bins"], record["schedule"]["budgets"], record["verified"]["bins"], strict=True
-            ):
-                found[f"contexts {low} to {high}", "budget"] = budget
-                found[f"contexts {low} to {high}", "P05 as run"] = held["top20"]["all"]["p05"]
+        if "runs" in record and "arm" in record["runs"][0]:
+            found |= arms(record)
+        elif "cells" in record:
+            found |= cells(record["cells"])
+        elif "verified" in record:
+            found |= calibration(record)
+        elif "steps" in record["results"]:
+            found |= steps(record)
     return found
+
+
+def arms(record: dict[str, Any]) -> dict[tuple[str, str], float]:
+    found = {}
+    for run in ([{"arm": "before", "final": record["before"]}] if "before" in record else []) + record["runs"]:
+        for cache in ("dense", "sparse"):
+            found[run["arm"], f"{cache} accuracy"] = run["final"][cache]["reward"]
+            if "gain" in run:
+                found[run["arm"], f"{cache} gain"] = run["gain"][cache][0]
+    return found
+
+
+def cells(evaluated: list[dict[str, Any]]) -> dict[tuple[str, str], float]:
+    found = {}
+    for cell in evaluated:
+        where = f"{cell['model']}, {cell['cache']}"
+        found[where, cell["benchmark"]] = next(iter(cell["metrics"].values()))["mean"]
+        for name in ("kv_saved_frac", "kv_read_frac", "tokens_per_answer"):
+            found[where, f"{cell['benchmark']} {name}"] = cell[name]
+    return found
+
+
+def calibration(record: dict[str, Any]) -> dict[tuple[str, str], float]:
+    found, schedule = {}, Schedule(*(tuple(record["schedule"][key]) for key in ("starts", "budgets")))
+    for (low, high), run in zip(record["bins"], record["verified"]["bins"], strict=True):
+        found[f"contexts {low} to {high}", "budget"] = schedule.at(low)
+        found[f"contexts {low} to {high}", "P05 as run"] = run["top20"]["all"]["p05"]
+    return found
+
+
+def steps(record: dict[str, Any]) -> dict[tuple[str, str], float]:
+    names = ("dense_ms", "sparse_ms", "ratio", "predicted_ratio")
+    return {
+        (record["label"], f"{name} at {step['context']:,}"): step[name]
+        for step in record["results"]["steps"]
+        for name in names
+    }
 
 
 if __name__ == "__main__":

@@ -9,6 +9,8 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from sparse_rl.kv.schedule import Schedule
+
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 SHAPES = {
     "qwen2.5-1.5b": "Qwen2.5-1.5B",
@@ -37,8 +39,10 @@ def read(name: str) -> Any:
     return json.loads((RESULTS / f"{name}.json").read_text())
 
 
-def commits(records: list[dict[str, Any]]) -> str:
-    return ", ".join(dict.fromkeys(record["commit"] for record in records))
+def commit(*records: dict[str, Any]) -> str:
+    """A line that says by which code they were made."""
+    made = ", ".join(dict.fromkeys(record["commit"] for record in records))
+    return f"\nCommit {made}.\n"
 
 
 def percent(share: float, digits: int = 0) -> str:
@@ -91,7 +95,7 @@ def measured() -> str:
             f"TRL 1.16: {trl['tokens_per_s']:,.0f} tok/s",
         ),
     ]
-    return table(("what", "here", "instead"), rows) + f"\nCommit {commits([sparse, dense, learner])}.\n"
+    return table(("what", "here", "instead"), rows) + commit(sparse, dense, learner)
 
 
 def rollouts() -> str:
@@ -116,7 +120,7 @@ def rollouts() -> str:
             )
         )
     heading = ("shape", "rows", "output", "cache", "tok/s", "ms a step", "share of the roofline", "KV at the peak")
-    return table(heading, rows)
+    return table(heading, rows) + commit(*read("rollout_h200"))
 
 
 def rollout_split() -> str:
@@ -139,7 +143,9 @@ def policies_speed() -> str:
         rows.append((f"`{name}`", *(f"{speed:,.0f}" for speed in speeds), share, peak))
     dense = found["full"]
     rows.append(("dense", f"{dense['tokens_per_s']:,.0f}", "", "", "", gigabytes(dense["kv_peak_bytes"])))
-    return table(("policy", "tok/s at 256", "512", "1,024", "of `streaming`, at worst", "KV at the peak, 512"), rows)
+    return table(
+        ("policy", "tok/s at 256", "512", "1,024", "of `streaming`, at worst", "KV at the peak, 512"), rows
+    ) + commit(*read("policies_speed"))
 
 
 def selecting() -> str:
@@ -155,7 +161,7 @@ def selecting() -> str:
         ("dense", f"{dense['tokens_per_s']:,.0f}", f"{dense['step_ms']:.2f}", ""),
     ]
     name = "Qwen3-1.7B's shape, 24 rows, 32,000 tokens of context"
-    return table((name, "tok/s", "ms a step", "of that choosing pages"), rows)
+    return table((name, "tok/s", "ms a step", "of that choosing pages"), rows) + commit(rollout(shape="qwen3-1.7b"))
 
 
 def policies_quality() -> str:
@@ -170,7 +176,9 @@ def policies_quality() -> str:
             cells = [found[f"{name} {budget}"] for budget in budgets]
             rows.append((f"`{name}`", *map(overlap, cells), *(f"{cell['lookup']:.2f}" for cell in cells)))
     rows.append(("dense", overlap(found["full"]), "", "", f"{found['full']['lookup']:.2f}", "", ""))
-    return table(("policy", "overlap at 64", "96", "128", "look-up at 64", "96", "128"), rows)
+    return table(("policy", "overlap at 64", "96", "128", "look-up at 64", "96", "128"), rows) + commit(
+        *read("policies_quality")
+    )
 
 
 def learner() -> str:
@@ -188,7 +196,9 @@ def learner() -> str:
                 f"{rival['tokens_per_s']:,.0f} tok/s: ours {rival['ratio']:.2f}x" if rival else "",
             )
         )
-    return table(("lengths", "tok/s", "MFU", "peak memory", "TRL 1.16's GRPO step in the same run"), rows)
+    return table(("lengths", "tok/s", "MFU", "peak memory", "TRL 1.16's GRPO step in the same run"), rows) + commit(
+        *read("learner_h200")
+    )
 
 
 def full_step(kind: str) -> str:
@@ -202,7 +212,7 @@ def full_step(kind: str) -> str:
         speed = f"{found[f'{stage}_tokens_per_s']:,.0f} tok/s"
         what = "rollout, R-KV 512 + 128" if stage == "rollout" else stage
         rows.append((what, f"{bytes_planned:.1f} GB", f"{bytes_held:.1f} GB, {took}: {speed}"))
-    return table(("", "planned", "measured"), rows)
+    return table(("", "planned", "measured"), rows) + commit(record)
 
 
 def cost() -> str:
@@ -220,28 +230,65 @@ def cost() -> str:
                 )
             )
     heading = ("shape", "context", "dense step, predicted", "sparse step, predicted", "speed-up", "predicted")
-    return table(heading, rows)
+    return table(heading, rows) + commit(*read("cost_h200"))
 
 
 def smollm2() -> str:
-    rows = []
+    rows, records = [], []
     for name, task in (("lookup", "look-up among ten pairs"), ("words", "word problems from a warm start")):
         record = read(f"smollm2_{name}")
         runs, settings = record["runs"], record["settings"]
         saved = mean(x for run in runs for x in run["curves"]["kv_saved"] if x)
         first = f"{task}, {settings['budget']} + {settings['interval']}, {percent(saved)}"
-        rows.append((first, "before", *ends(record.get("before"), {})))
+        if "before" in record:
+            rows.append((first, "before", *ends(record["before"], {}), ""))
+            first = ""
         for run in runs:
             arm = run["arm"] if run["arm"] != "sparse_rl" else "`sparse_rl`"
-            rows.append(("", arm, *ends(run["final"], run.get("gain", {}))))
-    return table(("task, budget, KV saved", "arm", "dense cache", "gain", "sparse cache", "gain"), rows)
+            caught = [x for x in run["curves"]["catastrophic"][-10:] if x is not None]
+            rows.append((first, arm, *ends(run["final"], run.get("gain", {})), percent(mean(caught or [0.0]))))
+            first = ""
+        records.append(record)
+    caches = (f"{cache} cache" for cache in ("dense", "sparse"))
+    columns = (name for cache in caches for name in (cache, "gain", "cut off"))
+    return table(("task, budget, KV saved", "arm", *columns, "xi < 1e-4"), rows) + commit(*records)
 
 
-def ends(found: dict[str, Any] | None, gain: dict[str, list[float]]) -> Iterable[str]:
-    """A model's reward with either cache, and what it gained prompt by prompt."""
+def ends(found: dict[str, Any], gain: dict[str, list[float]]) -> Iterable[str]:
+    """A model's reward with either cache, what it gained prompt by prompt, and how many answers ran into the limit."""
     for cache in ("dense", "sparse"):
-        yield error(found[cache]["reward"], found[cache]["reward_se"]) if found else ""
+        yield error(found[cache]["reward"], found[cache]["reward_se"])
         yield f"{gain[cache][0]:+.3f} ± {gain[cache][1]:.3f}" if gain else ""
+        yield percent(found[cache]["clipped_ratio"])
+
+
+def calibrated() -> str:
+    """The schedules of SmolLM2, and the tails they come to."""
+    rows, records = [], []
+    for name, label in (("snapkv", "SnapKV: entries"), ("pages_mean", "`pages_mean`: entries read")):
+        record = read(f"calibrate_smollm2/{name}")
+        schedule = Schedule(*(tuple(record["schedule"][key]) for key in ("starts", "budgets")))
+        if not rows:
+            heading = ("contexts", *(f"{low}-{high}" for low, high in record["bins"]))
+            rows.append(("asked for", *(f"{asked:.3f}" for asked in record["targets"])))
+        rows.append((label, *(str(schedule.at(low)) for low, _ in record["bins"])))
+        rows.append(("P05 as run", *(f"{run['top20']['all']['p05']:.3f}" for run in record["verified"]["bins"])))
+        records.append(record)
+    return table(heading, rows) + commit(*records)
+
+
+def luck() -> str:
+    """The embedded model at the longest contexts, around the budget where its tail falls."""
+    record = read("calibrate_embedded")
+    rows = []
+    for run in record["runs"]:
+        if 32 <= run["budget"] <= 56:
+            tail = run["bins"][-1]["top20"]["all"]
+            low, high = tail["p05_interval"]
+            interval = f"{tail['p05']:.2f} ({low:.2f} to {high:.2f})"
+            rows.append((str(run["budget"]), interval, percent(run["rejected_frac"])))
+    low, high = record["bins"][-1]
+    return table(("entries", f"P05 at contexts of {low} to {high}", "rollouts with xi < 1e-4"), rows) + commit(record)
 
 
 def inference() -> str:
@@ -266,7 +313,7 @@ def inference() -> str:
             )
             called = ""
     heading = ("model", "cache", *names, "KV saved", "KV read", "tokens per answer")
-    return table(heading, rows, align="ll" + "r" * 9)
+    return table(heading, rows, align="ll" + "r" * 9) + commit(record)
 
 
 def spec_name(spec: str) -> str:
@@ -290,7 +337,7 @@ def rollouts_cpu() -> str:
                 cell = f"{found['tokens_per_s']:,.0f} tok/s ({found['against']['generate']['ratio']:.2f}x)"
                 cells.append(cell + (f", {percent(found['kv']['saved_frac'])} of KV saved" if evicts else ""))
         rows.append((name, *cells))
-    return table(("responses", "engine, dense", "engine, R-KV 64 + 32"), rows)
+    return table(("responses", "engine, dense", "engine, R-KV 64 + 32"), rows) + commit(*read("rollout_cpu"))
 
 
 TABLES: dict[str, Callable[..., str]] = {
@@ -306,6 +353,8 @@ TABLES: dict[str, Callable[..., str]] = {
         full_step,
         cost,
         smollm2,
+        calibrated,
+        luck,
         inference,
         rollouts_cpu,
     )

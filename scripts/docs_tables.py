@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the tables of README and docs/ that say what the code says (metrics, alarms, TRL's names) or what was measured.
+"""Writes the tables of README and docs/ that say what the code says (metrics, alarms, TRL's names) or what it measured.
 
     python scripts/docs_tables.py
 

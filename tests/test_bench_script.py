@@ -6,8 +6,11 @@ from __future__ import annotations
 import importlib.util
 import json
 import shlex
+import shutil
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -132,3 +135,55 @@ def test_a_cut_evaluation_goes_on_and_is_copied(script, repository, monkeypatch)
     assert [one[-1] for one in started] == ["evals/smollm2", "--resume"]
     assert (script.RESULTS / "eval_smollm2.md").read_text() == "table.md"
     assert (script.RESULTS / "eval_smollm2.json").read_text() == "results.json"
+
+
+def test_a_rival_that_failed_is_due_again(script):
+    made = {"command": "a", "commit": "new", "settings": {"against": "trl,full"}}
+    both = {"trl": {"ratio": 2.0}, "full": {"ratio": 1.5}}
+    assert script.outdated([made | {"results": {"against": both}}], "new") == []
+    for against in ({}, both | {"full": {"error": "out of memory"}}):
+        assert script.outdated([made | {"results": {"against": against}}], "new") == ["a"]
+
+
+def test_what_has_no_clock_runs_side_by_side_and_the_evaluation_after_the_warm_start(script, repository, monkeypatch):
+    order, together = [], threading.Barrier(2, timeout=20)
+
+    def run(command, **_):
+        name = command[-1]
+        order.append(f"{name} begins")
+        if name in ("smollm2_words", "smollm2_lookup"):
+            together.wait()
+        if name == "smollm2_words":
+            assert "eval_smollm2 begins" not in order
+            script.WARM.parent.mkdir(parents=True)
+            script.WARM.touch()
+            while "eval_smollm2 begins" not in order:
+                time.sleep(0.01)
+        return SimpleNamespace(returncode=int(name == "smollm2_lookup"))
+
+    monkeypatch.setattr(script.subprocess, "run", run)
+    monkeypatch.setattr(script, "COPIED", {})
+    todo = {name: [f"python work {name}"] for name in ("eval_smollm2", "smollm2_words", "smollm2_lookup")}
+    assert script.side_by_side(todo, Path()) == ["python work smollm2_lookup"]
+    assert len(order) == 3
+
+
+def test_a_file_s_figures_replace_its_own_in_the_comparison_and_no_other_s(script, repository):
+    for name, value in (("rollout_cpu", 10.0), ("rollout_h200", 4.0)):
+        (script.RESULTS / f"{name}.json").write_text(json.dumps([speed("a", "x", value)]))
+    before = Path("before")
+    shutil.copytree(script.RESULTS, before)
+    script.write_compared(["rollout_h200"], before)
+    (script.RESULTS / "rollout_cpu.json").write_text(json.dumps([speed("a", "x", 5.0, "new")]))
+    script.write_compared(["rollout_cpu"], before)
+    page = (script.RESULTS / "compared.md").read_text()
+    assert page.index("## rollout_cpu\n\nBefore: old. Now: new.") < page.index(
+        "## rollout_h200\n\nBefore: old. Now: old."
+    )
+    assert "| a | tokens_per_s | 10 | 5 | -50.0% |" in page and "| a | tokens_per_s | 4 | 4 | +0.0% |" in page
+
+
+@pytest.mark.parametrize("machine", ["cpu", "gpu"])
+def test_every_record_has_figures(script, machine):
+    for name in script.FILES[machine]:
+        assert script.figures(script.read(ROOT / script.RESULTS / f"{name}.json")), name

@@ -192,7 +192,7 @@ def _measure(settings: Namespace, policy: KVPolicy, reading: Reading) -> dict[st
     import torch
 
     from sparse_rl.bench import BenchConfig
-    from sparse_rl.bench.steps import time_step
+    from sparse_rl.bench.steps import device_speed, time_step
     from sparse_rl.kv import Full
     from sparse_rl.model.load import check_device
     from sparse_rl.model.shapes import random_model
@@ -207,7 +207,8 @@ def _measure(settings: Namespace, policy: KVPolicy, reading: Reading) -> dict[st
     check_device(str(config.device))
     dtype, device = model_dtype(config.dtype), torch.device(str(config.device))
     assert dtype is not None
-    model, machine = shape_model(settings.shape, dtype.itemsize), _this_machine(settings, device, dtype)
+    reached = device_speed(device, dtype)
+    model, machine = shape_model(settings.shape, dtype.itemsize), _this_machine(settings, device, dtype, reached)
     engine = EngineConfig(page_size=settings.page) if policy.selection is not None else EngineConfig()
     loaded = random_model(settings.shape, device, dtype, config.seed)
     with ProgressLine() as line:
@@ -231,22 +232,24 @@ def _measure(settings: Namespace, policy: KVPolicy, reading: Reading) -> dict[st
         "shape": model.name,
         "kv": settings.kv,
         "machine": asdict(machine),
+        "reached": dict(zip(("bandwidth", "flops"), reached, strict=True)),
         "reading": asdict(reading),
         "work": {"rows": config.rows, "dtype": config.dtype, "device": config.device},
         "steps": steps,
     }
 
 
-def _this_machine(settings: Namespace, device: torch.device, dtype: torch.dtype) -> Machine:
+def _this_machine(
+    settings: Namespace, device: torch.device, dtype: torch.dtype, reached: tuple[float, float]
+) -> Machine:
     """What it can do: as given, else as known of it, else as measured now."""
     from sparse_rl.bench.roofline import device_limits
-    from sparse_rl.bench.steps import device_speed
     from sparse_rl.calibrate.cost import Machine
     from sparse_rl.runfolder import hardware
 
     bandwidth, flops = device_limits(hardware(device), dtype)
     if bandwidth is None or flops is None:
-        bandwidth, flops = device_speed(device, dtype)
+        bandwidth, flops = reached
     return Machine(name=hardware(device), bandwidth=settings.bandwidth or bandwidth, flops=settings.flops or flops)
 
 
@@ -286,7 +289,8 @@ def _record(results: dict[str, Any], changed: list[str]) -> dict[str, Any]:
     label = ", ".join([*named, *changed])
     kept = {name: results[name] for name in ("command", "commit", "hardware", "versions")}
     settings = {"shape": results["shape"], "kv": results["kv"], **work, "contexts": [s["context"] for s in steps]}
-    found = {"machine": results["machine"], "steps": steps, "worst_error": max(abs(s["error"]) for s in steps)}
+    found = {name: results[name] for name in ("machine", "reached", "steps")}
+    found |= {"worst_error": max(abs(s["error"]) for s in steps)}
     return {"label": label, **kept, "settings": settings, "results": found}
 
 
