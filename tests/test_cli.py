@@ -11,6 +11,7 @@ import sys
 
 import pytest
 from commands import run
+from guarded_run import ERRORS
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from sparse_rl.model.tiny import tiny_model, tiny_tokenizer
@@ -112,6 +113,19 @@ def test_logits_that_are_not_finite_exit_with_1(monkeypatch):
     monkeypatch.setattr(Engine, "generate", fail)
     code, _, err = run("generate", "a")
     assert code == 1 and "not finite" in err
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+def test_memory_that_runs_out_is_one_sentence(error, monkeypatch):
+    def fails(*_, **__):
+        raise error
+
+    monkeypatch.setattr(Engine, "generate", fails)
+    code, _, err = run("generate", "hello", "--model", "tiny")
+    assert code == 2 and err.startswith("sparse-rl: error: out of memory (") and "engine.rows" in err
+    monkeypatch.setattr(Engine, "generate", lambda *_, **__: (_ for _ in ()).throw(RuntimeError("a fault of ours")))
+    with pytest.raises(RuntimeError, match="a fault of ours"):
+        run("generate", "hello", "--model", "tiny")
 
 
 def test_dtype_is_used():

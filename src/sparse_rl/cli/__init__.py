@@ -59,8 +59,13 @@ def main(arguments: list[str] | None = None) -> None:
         fail(" ".join(str(error).split()))
     except FloatingPointError as error:
         fail(str(error), code=1)
-    except MemoryError:
-        fail("out of memory; ask for fewer engine.rows, samples or pages.")
+    except (RuntimeError, MemoryError) as error:
+        from sparse_rl.rollout.memory import out_of_memory
+        from sparse_rl.specs import first_line
+
+        if not out_of_memory(error):
+            raise
+        fail(f"out of memory ({first_line(error)}); ask for fewer engine.rows, samples, tokens or pages.")
     except KeyboardInterrupt:
         fail("interrupted; what had finished was written.", code=130)
 

@@ -8,7 +8,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -83,14 +83,6 @@ class Run:
             self._close()
             for observer in begun:
                 observer.on_end()
-
-    def to_the_end(self, take_step: Callable[[], None], finish_step: Callable[[dict[str, float], float], None]) -> None:
-        """Take the steps that are left; one that was learnt but not finished when the run stopped is finished first."""
-        with self.opened():
-            if self.pending is not None:
-                finish_step(self.pending, time.perf_counter())
-            while self.step < self.config.steps:
-                take_step()
 
     def evaluates(self, every: int) -> bool:
         """Whether this step is evaluated: the first, the last, and every so many."""

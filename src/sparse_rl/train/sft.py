@@ -138,7 +138,11 @@ class SFTTrainer:
 
         SIGTERM and Ctrl-C save the run and raise `Stopped`, a SystemExit.
         """
-        self.run.to_the_end(self._take_step, self._finish_step)
+        with self.run.opened():
+            if self.run.pending is not None:
+                self._finish_step(self.run.pending, time.perf_counter())
+            while self.step < self.config.steps:
+                self._take_step()
 
     def _take_step(self) -> None:
         """Learn from the next rows, and write down what came of it."""

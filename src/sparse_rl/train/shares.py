@@ -1,39 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The work of a step in shares, one a process: prompts to sample, completions to grade, microbatches to learn from."""
+"""The work of a step in shares, one a process: completions to grade, microbatches to learn from."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from sparse_rl.rollout import Engine, Progress, Sampling
+from sparse_rl.rollout import Engine
 from sparse_rl.rollout.engine import EngineStats
 from sparse_rl.score.pack import Microbatch, pack
 from sparse_rl.tasks import Graded, Rewards
 from sparse_rl.train.processes import Processes
-from sparse_rl.types import Prompt, Rollout
+from sparse_rl.types import Rollout
 
 SLACK = (1.0, 1.05, 1.1, 1.2, 1.4)  # over an even share of the tokens, tried in turn
-
-
-def generate(
-    engine: Engine,
-    prompts: list[Prompt],
-    sampling: Sampling,
-    processes: Processes,
-    on_step: Callable[[Progress], None] | None = None,
-    *,
-    record_kept: bool = False,
-) -> list[Rollout]:
-    """The rollouts of all prompts, in order: each process samples its share, with the random numbers of the whole."""
-    mine = processes.share(len(prompts))
-    own = processes.together(
-        lambda: engine.generate(prompts[mine], sampling, first=mine.start, on_step=on_step, record_kept=record_kept)
-    )
-    return [rollout for part in processes.gather(own) for rollout in part]
 
 
 def rollout_stats(engine: Engine, processes: Processes) -> EngineStats:

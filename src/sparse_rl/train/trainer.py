@@ -51,7 +51,7 @@ from sparse_rl.train.record import (
 )
 from sparse_rl.train.run import Run
 from sparse_rl.train.shard import ShardedWeights, check_sharded
-from sparse_rl.train.shares import generate, grade, rollout_stats
+from sparse_rl.train.shares import grade, rollout_stats
 from sparse_rl.train.update import UpdateConfig, Updated, update
 from sparse_rl.types import Prompt, Rollout
 
@@ -142,8 +142,11 @@ class Trainer:
 
         SIGTERM and Ctrl-C save the run and raise `Stopped`, a SystemExit.
         """
-        with self.processes.watched(self.config.output_dir):
-            self.run.to_the_end(self._take_step, self._finish_step)
+        with self.processes.watched(self.config.output_dir), self.run.opened():
+            if self.run.pending is not None:  # a step that was learnt but not finished when the run stopped
+                self._finish_step(self.run.pending, time.perf_counter())
+            while self.step < self.config.steps:
+                self._take_step()
 
     def _take_step(self) -> None:
         """Roll out, grade, learn, and write down what came of it."""
@@ -331,8 +334,10 @@ class Trainer:
         """The rollouts of all prompts; those to learn from have the sampler's adapter, if there is one."""
         distiller = self.distiller if engine is self.engine else None
         with distiller.sampling(self.learner.masters) if distiller is not None else nullcontext():
-            show, record = self._progress(stage), distiller is not None
-            rollouts = generate(engine, prompts, sampling, self.processes, show, record_kept=record)
+            mine = self.processes.share(len(prompts))  # each samples its share, with the random numbers of the whole
+            more: dict[str, Any] = {"on_step": self._progress(stage), "record_kept": distiller is not None}
+            own = self.processes.together(lambda: engine.generate(prompts[mine], sampling, first=mine.start, **more))
+        rollouts = [rollout for part in self.processes.gather(own) for rollout in part]
         if engine is not self.engine or not engine.bounded or POOL in self.guards.halved:
             engine.release()  # the update needs the memory
         return rollouts
