@@ -47,7 +47,6 @@ test-wheel:
 
 ## coverage: lines of every module that the tests run, at least 85 % of all
 coverage: .venv/ready
-	$(PIP) coverage
 	$(BIN)/python -m coverage erase
 	$(BIN)/python -m coverage run -m pytest -n 2 --dist worksteal --timeout 600
 	$(BIN)/python -m coverage combine --quiet
@@ -84,4 +83,4 @@ check: lint test
 	touch $@
 
 clean:
-	rm -rf .venv build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage*

@@ -123,4 +123,5 @@ def inverse(shares: np.ndarray, a: float, b: float) -> np.ndarray:
 def density(x: np.ndarray, a: float, b: float) -> np.ndarray:
     """Of Beta(a, b), inside (0, 1)."""
     scale = math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b)
-    return np.exp(scale + (a - 1.0) * np.log(x) + (b - 1.0) * np.log1p(-x))
+    found: np.ndarray = np.exp(scale + (a - 1.0) * np.log(x) + (b - 1.0) * np.log1p(-x))
+    return found

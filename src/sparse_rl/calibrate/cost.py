@@ -101,7 +101,8 @@ class Reading:
 
     def entries(self, contexts: np.ndarray) -> np.ndarray:
         """What a sparse layer reads of it."""
-        return np.minimum(self.held(contexts), _at(self.schedule, contexts))
+        read: np.ndarray = np.minimum(self.held(contexts), _at(self.schedule, contexts))
+        return read
 
 
 def _at(schedule: Schedule, contexts: np.ndarray) -> np.ndarray:

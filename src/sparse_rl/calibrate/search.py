@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -124,7 +125,7 @@ def cheapest(
 def raised(own: Sequence[int], short: Sequence[int], budgets: Sequence[int]) -> list[int]:
     """One step of the grid more in the bins `short`; what follows is never smaller."""
     more = [next((each for each in budgets if each > budget), budget) for budget in own]
-    return np.maximum.accumulate([more[i] if i in short else own[i] for i in range(len(own))]).tolist()
+    return list(accumulate((more[i] if i in short else own[i] for i in range(len(own))), max))
 
 
 def lowered(

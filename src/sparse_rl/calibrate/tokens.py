@@ -128,7 +128,8 @@ def entropy(logprobs_Tk: torch.Tensor) -> torch.Tensor:
     """Of distributions whose best ids are known, (T,): a lower bound, all other ids taken as one; exact with k = V."""
     p_Tk = logprobs_Tk.exp()
     rest = (1.0 - p_Tk.sum(dim=-1)).clamp(min=0.0)
-    return -torch.special.xlogy(p_Tk, p_Tk).sum(dim=-1) - torch.special.xlogy(rest, rest)
+    entropy: torch.Tensor = -torch.special.xlogy(p_Tk, p_Tk).sum(dim=-1) - torch.special.xlogy(rest, rest)
+    return entropy
 
 
 def _joined(parts: list[Tokens]) -> Tokens:

@@ -119,7 +119,9 @@ def _without_prose(sentence: str) -> str:
         remark = REMARK.fullmatch(sentence)
         said = remark is not None and not remark[2].startswith("mod") and parse_unit(remark[2]) is None
         return remark[1] if remark is not None and said else sentence
-    formulas = [formula for formula in FORMULA.findall(sentence) if not WORD.search(IN_TEXT.sub("", formula))]
+    formulas: list[str] = [
+        formula for formula in FORMULA.findall(sentence) if not WORD.search(IN_TEXT.sub("", formula))
+    ]
     if formulas:
         return formulas[0] if sentence.startswith("$" + formulas[0]) else formulas[-1]
     opening = NUMBER.match(sentence)

@@ -24,7 +24,8 @@ def key_norms(k_PKSD: torch.Tensor, pages_BN: torch.Tensor) -> torch.Tensor:
 
 
 def key_norms_ref(k_PKSD: torch.Tensor, pages_BN: torch.Tensor) -> torch.Tensor:
-    return upcast(gather_pages_ref(k_PKSD, pages_BN)).norm(dim=-1)
+    norms: torch.Tensor = upcast(gather_pages_ref(k_PKSD, pages_BN)).norm(dim=-1)
+    return norms
 
 
 def key_likeness(k_PKSD: torch.Tensor, pages_BN: torch.Tensor, live_BKS: torch.Tensor) -> torch.Tensor:

@@ -83,4 +83,5 @@ def compress(
         write_landmarks(pools[0], cache.landmarks.flatten(0, 1), pages_BN.flatten(), counts_BN.flatten())
     if not record:
         return None
-    return positions_BKS.gather(-1, kept_BKT).unflatten(0, (num_layers, batch)).cpu()
+    kept_LBKT: torch.Tensor = positions_BKS.gather(-1, kept_BKT).unflatten(0, (num_layers, batch))
+    return kept_LBKT.cpu()

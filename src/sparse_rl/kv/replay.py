@@ -165,7 +165,8 @@ class ReplayedRows:
         lengths_B, counts_B = lengths_n.repeat(num_rows), counts_n.repeat(num_rows)
         ends = {"page_size": size, "first": policy.first, "last": policy.last}
         chosen_BKN = chosen_pages_ref(scores_BKN, lengths_B, counts_B, **ends)
-        return chosen_BKN.unflatten(0, (num_rows, -1)).transpose(1, 2)
+        chosen: torch.Tensor = chosen_BKN.unflatten(0, (num_rows, -1))
+        return chosen.transpose(1, 2)
 
     def _blocks(self, num_heads: int, device: torch.device) -> list[Block]:
         """The decode steps of all rollouts, those with the same span together as far as a block goes."""

@@ -102,7 +102,8 @@ def random_module(
     with torch.random.fork_rng(devices=[place] if place.type == "cuda" else []), place:
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attn_implementation)
-    return model.to(place).eval()
+    placed: PreTrainedModel = model.to(place).eval()
+    return placed
 
 
 def random_model(name: str, device: str | torch.device, dtype: torch.dtype, seed: int = 0) -> LoadedModel:

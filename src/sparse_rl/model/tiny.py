@@ -83,4 +83,5 @@ def tiny_model(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attn_implementation)
-    return model.to(device=device, dtype=dtype).eval()
+    placed: PreTrainedModel = model.to(device=device, dtype=dtype).eval()
+    return placed

@@ -164,7 +164,7 @@ def _rejected(anomalous_R: torch.Tensor, count_R: torch.Tensor, hazard: float | 
     if not hazard:
         return anomalous_R > 0
     # The chance that a Poisson count of mean hazard * length is as large.
-    chance_R = torch.special.gammainc(anomalous_R.clamp(min=1).double(), hazard * count_R.double())
+    chance_R: torch.Tensor = torch.special.gammainc(anomalous_R.clamp(min=1).double(), hazard * count_R.double())
     return (anomalous_R > 0) & (chance_R <= CHANCE)
 
 

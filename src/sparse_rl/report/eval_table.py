@@ -51,12 +51,14 @@ def of_model(results: Results, model: str) -> list[Numbers]:
 
 
 def main_metric(cell: Numbers) -> str:
-    return next(iter(cell["metrics"]))
+    first: str = next(iter(cell["metrics"]))
+    return first
 
 
 def mean(cells: list[Numbers], name: str) -> float:
     """Over benchmarks."""
-    return sum(cell[name] for cell in cells) / len(cells)
+    total: float = sum(cell[name] for cell in cells)
+    return total / len(cells)
 
 
 def chooses(cells: list[Numbers]) -> bool:

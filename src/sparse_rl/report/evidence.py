@@ -165,7 +165,7 @@ def collapsed(run: Record, start: Estimate) -> bool:
     end, se = run["results"]["dense"]
     if end is None or run["results"].get("not_finite"):
         return True
-    return start.mean - end > max(DROP, SURE * math.hypot(se or 0.0, start.se))
+    return bool(start.mean - end > max(DROP, SURE * math.hypot(se or 0.0, start.se)))
 
 
 def alarmed(run: Record) -> bool:

@@ -337,7 +337,7 @@ def free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         index = torch.cuda.current_device() if device.index is None else device.index
         segments = [s for s in torch.cuda.memory_snapshot() if s["device"] == index and s["segment_pool_id"] == (0, 0)]
-        cached = sum(segment["total_size"] - segment["allocated_size"] for segment in segments)
+        cached: int = sum(segment["total_size"] - segment["allocated_size"] for segment in segments)
         return torch.cuda.mem_get_info(device)[0] + cached
     try:
         lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())

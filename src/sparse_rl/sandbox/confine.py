@@ -91,7 +91,8 @@ def _limit(wanted: Confinement) -> None:
 
 def _call(libc: ctypes.CDLL, *arguments: int | bytes | None) -> int:
     """A system call by its number. Integers go as 64 bits: a C int would leave half of a register to chance."""
-    return libc.syscall(*(ctypes.c_long(part) if isinstance(part, int) else part for part in arguments))
+    result: int = libc.syscall(*(ctypes.c_long(part) if isinstance(part, int) else part for part in arguments))
+    return result
 
 
 def _checked(result: int, what: str) -> int:

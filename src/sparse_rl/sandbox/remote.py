@@ -68,10 +68,12 @@ class Remote:
         return isinstance(value, Remote) and bool(ask("builtin", value, "isinstance", self))
 
     def __hash__(self) -> int:
-        return ask("builtin", self, "hash")
+        answer: int = ask("builtin", self, "hash")
+        return answer
 
     def __bool__(self) -> bool:
-        return ask("builtin", self, "bool")
+        answer: bool = ask("builtin", self, "bool")
+        return answer
 
 
 def _plain_way(verb: str, name: str) -> Callable[..., Any]:
@@ -148,7 +150,8 @@ def _exception(names: list[str], text: str) -> Exception:
         kind = getattr(builtins, name, None)
         if isinstance(kind, type) and issubclass(kind, Exception) and kind not in (Exception, StopIteration):
             try:
-                return (type(names[0], (*own, kind), {}) if own else kind)(text)
+                error: Exception = (type(names[0], (*own, kind), {}) if own else kind)(text)
+                return error
             except TypeError:  # a type that wants more than a text
                 continue
     return own[0](text) if own else CandidateError(f"{names[0] if names else 'nothing'}: {text}")

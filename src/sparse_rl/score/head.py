@@ -74,7 +74,7 @@ class Head:
             return _scores(logits, token_ids, temperature, at_ids, num_top)
         hidden = self.model.get_decoder()(**inputs).last_hidden_state[0, predicting]
         output = self.model.get_output_embeddings()
-        fused = FusedScores.apply(
+        fused = FusedScores.apply(  # type: ignore[no-untyped-call]
             hidden,
             output.weight,
             getattr(output, "bias", None),

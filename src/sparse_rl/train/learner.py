@@ -70,7 +70,8 @@ class OptimizerConfig:
         groups = [{"params": decayed, "weight_decay": self.weight_decay}, {"params": others, "weight_decay": 0.0}]
         settings: dict[str, Any] = {"lr": self.learning_rate, "betas": (self.beta1, self.beta2), "eps": self.eps}
         if self.kind == "adamw_8bit":
-            return _torchao().AdamW8bit(groups, **settings)
+            optimizer: torch.optim.Optimizer = _torchao().AdamW8bit(groups, **settings)
+            return optimizer
         fused = self.offload or masters.masters[0].is_cuda
         return torch.optim.AdamW(groups, **settings, fused=fused or None)
 
