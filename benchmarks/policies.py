@@ -29,6 +29,7 @@ from sparse_rl.bench.record import merge, read
 from sparse_rl.bench.work import steps_to_fill
 from sparse_rl.kv import POLICIES, EvictPolicy, KVPolicy, build_policy, policy_record
 from sparse_rl.model.load import LoadedModel, load
+from sparse_rl.model.shapes import random_model
 from sparse_rl.objective.mismatch import overlap_bounds, overlap_ids
 from sparse_rl.report.plots import plot_style
 from sparse_rl.rollout import Engine, EngineConfig, Sampling
@@ -64,7 +65,7 @@ def main() -> None:
     done = [(record["label"], record["commit"], record["settings"]) for record in read(path)]
     chooses = ("policies", "budgets", "minutes", "result")  # what is measured and where it goes, not how
     shared = {name: value for name, value in vars(args).items() if name not in chooses}
-    loaded = load("smollm2", dtype=dtype_of(args), device=args.device) if args.what == "quality" else None
+    loaded: LoadedModel | None = None  # once there is something to do
     for policy in chosen(args):
         label = " ".join([policy.name, *([str(policy.budget)] if hasattr(policy, "budget") else [])])
         settings = {**shared, "kv": policy_record(policy)}
@@ -72,7 +73,9 @@ def main() -> None:
             continue
         if time.monotonic() - began > 60 * args.minutes:
             break
-        results = speed(args, policy) if loaded is None else quality(args, policy, loaded)
+        if loaded is None:
+            loaded = random_model(args.shape, args.device, dtype_of(args)) if args.what == "speed" else smollm2(args)
+        results = speed(args, policy, loaded) if args.what == "speed" else quality(args, policy, loaded)
         record = {
             "label": label,
             "command": " ".join(["python benchmarks/policies.py", *sys.argv[1:]]),
@@ -104,7 +107,11 @@ def dtype_of(args: argparse.Namespace) -> torch.dtype:
     return torch.float32 if args.device == "cpu" else torch.bfloat16
 
 
-def speed(args: argparse.Namespace, policy: KVPolicy) -> dict[str, Any]:
+def smollm2(args: argparse.Namespace) -> LoadedModel:
+    return load("smollm2", dtype=dtype_of(args), device=args.device)
+
+
+def speed(args: argparse.Namespace, policy: KVPolicy, loaded: LoadedModel) -> dict[str, Any]:
     config = BenchConfig(
         shape=args.shape,
         device=args.device,
@@ -115,7 +122,8 @@ def speed(args: argparse.Namespace, policy: KVPolicy) -> dict[str, Any]:
     evicts = isinstance(policy, EvictPolicy)
     last = steps_to_fill(policy, config.prompt) + args.cuts * policy.interval if evicts else args.max_steps
     config = replace(config, max_steps=last)
-    found = measure(config, policy, EngineConfig(), dtype_of(args), say=lambda text: None, show=lambda progress: None)
+    quiet = {"say": lambda text: None, "show": lambda progress: None}
+    found = measure(config, policy, EngineConfig(), dtype_of(args), **quiet, loaded=loaded)
     return {
         "tokens_per_s": found["tokens_per_s"],
         "step_ms": found["step_ms"],

@@ -17,7 +17,7 @@ def test_only_what_was_measured_with_the_same_settings_is_left_out(tmp_path, mon
     spec.loader.exec_module(script)
     measured, path = [], tmp_path / "speed.json"
 
-    def speed(args, policy):
+    def speed(args, policy, loaded):
         measured.append((policy.name, policy.budget, args.rows))
         return {"tokens_per_s": 1.0, "step_ms": 1.0, "kv_peak_bytes": 1, "kv_dense_bytes": 1, "capture_s": 0.0}
 
@@ -25,7 +25,7 @@ def test_only_what_was_measured_with_the_same_settings_is_left_out(tmp_path, mon
 
     def ran(policies: str, rows: int) -> list[tuple]:
         measured.clear()
-        command = f"policies.py speed --device cpu --budgets 64 --policies {policies} --rows {rows} --result {path}"
+        command = f"policies.py speed --device cpu --shape tiny --budgets 64 --policies {policies} --rows {rows} --result {path}"
         monkeypatch.setattr(sys, "argv", command.split())
         script.main()
         return list(measured)

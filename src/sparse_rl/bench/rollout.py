@@ -79,12 +79,17 @@ def measure(
     *,
     say: Callable[[str], None],
     show: Callable[[Progress], None],
+    loaded: LoadedModel | None = None,
 ) -> dict[str, Any]:
-    """Results by name; `say` gets a word on what comes next, `show` the engine's progress."""
+    """Results by name; `say` gets a word on what comes next, `show` the engine's progress.
+
+    loaded: the model, where one of this shape is at hand; else one is made.
+    """
     assert config.device is not None, "the device is decided by the caller"
     check_positions(config)
-    say(f"{config.shape} with random weights on {config.device}")
-    loaded = random_model(config.shape, config.device, dtype, config.seed)
+    if loaded is None:
+        say(f"{config.shape} with random weights on {config.device}")
+        loaded = random_model(config.shape, config.device, dtype, config.seed)
     prompts = make_prompts(config, loaded.vocab_size)
     engine = Engine(loaded, policy, replace(engine_config, rows=config.rows))
     bench = Bench(config=config, policy=policy, loaded=loaded, engine=engine, prompts=prompts, say=say, show=show)
