@@ -25,8 +25,8 @@ def test_only_what_was_measured_with_the_same_settings_is_left_out(tmp_path, mon
 
     def ran(policies: str, rows: int) -> list[tuple]:
         measured.clear()
-        command = f"policies.py speed --device cpu --shape tiny --budgets 64 --policies {policies} --rows {rows} --result {path}"
-        monkeypatch.setattr(sys, "argv", command.split())
+        chosen = f"--budgets 64 --policies {policies} --rows {rows} --result {path}"
+        monkeypatch.setattr(sys, "argv", f"policies.py speed --device cpu --shape tiny {chosen}".split())
         script.main()
         return list(measured)
 
