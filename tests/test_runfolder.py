@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from sparse_rl.runfolder import check_folder, command, differences, write_whole
+from sparse_rl.runfolder import check_folder, command, damage, differences, digests, write_whole
 
 
 @pytest.mark.parametrize(
@@ -50,3 +50,17 @@ def test_a_file_that_cannot_be_written_leaves_no_part_of_it(tmp_path):
     with pytest.raises(OSError, match=r"page could not be written .*; make room"):
         write_whole(tmp_path / "page", "text")
     assert [path.name for path in tmp_path.iterdir()] == ["page"]
+
+
+def test_damage_names_the_first_file_that_is_not_as_it_was(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a/one").write_text("1")
+    (tmp_path / "two").write_text("2")
+    files = digests(tmp_path)
+    assert sorted(files) == ["a/one", "two"] and damage(tmp_path, files) == ""
+    (tmp_path / "new").touch()
+    assert damage(tmp_path, files) == ""
+    (tmp_path / "a/one").write_text("3")
+    assert damage(tmp_path, files) == "a/one is not what was written"
+    (tmp_path / "a/one").unlink()
+    assert damage(tmp_path, files) == "a/one is missing"

@@ -21,7 +21,7 @@ from sparse_rl.metrics import read_log
 from sparse_rl.model.load import load
 from sparse_rl.model.tiny import tiny_model, tiny_tokenizer
 from sparse_rl.objective.loss import LossConfig
-from sparse_rl.runfolder import lock
+from sparse_rl.runfolder import lock, publish, recover
 from sparse_rl.train import OptimizerConfig, UpdateConfig, checkpoint
 
 POINTS = list(small_run.POINTS)
@@ -77,13 +77,13 @@ def test_a_checkpoint_that_is_written_again_is_there_at_every_moment(tmp_path, m
     with monkeypatch.context() as patch:
         patch.setattr(Path, "rename", killed)
         with pytest.raises(KeyboardInterrupt):
-            checkpoint.publish(temporary, folder)
-    checkpoint.recover(tmp_path)
+            publish(temporary, folder)
+    recover(tmp_path, "checkpoint-*")
     assert (folder / "file").read_text() == "older"
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "remove", lambda _: None)
-        checkpoint.publish(temporary, folder)
-    checkpoint.recover(tmp_path)
+        patch.setattr("sparse_rl.runfolder.remove", lambda _: None)
+        publish(temporary, folder)
+    recover(tmp_path, "checkpoint-*")
     assert (folder / "file").read_text() == "newer" and list(tmp_path.iterdir()) == [folder]
 
 
@@ -213,11 +213,11 @@ def test_a_checkpoint_of_another_model_is_refused(whole, tmp_path):
 @pytest.mark.parametrize(
     ("writer", "error"),
     [
-        ("sparse_rl.train.checkpoint._files", SafetensorError("I/O error: No space left on device (os error 28)")),
-        ("sparse_rl.train.checkpoint._to_disk", OSError(28, "No space left on device")),
+        ("sparse_rl.runfolder._files", SafetensorError("I/O error: No space left on device (os error 28)")),
+        ("sparse_rl.runfolder._to_disk", OSError(28, "No space left on device")),
         ("torch.save", RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos\nframe #0")),
         ("torch.distributed.checkpoint.filesystem._write_item", OSError(28, "No space left on device")),
-        ("sparse_rl.train.checkpoint._to_disk", RuntimeError()),
+        ("sparse_rl.runfolder._to_disk", RuntimeError()),
     ],
 )
 @pytest.mark.some(2)

@@ -15,7 +15,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from sparse_rl.metrics import NoLog, RunLog, Timer
 from sparse_rl.model.load import weights_digest
-from sparse_rl.runfolder import differences, lock
+from sparse_rl.runfolder import differences, discard, lock, recover
 from sparse_rl.train import checkpoint
 from sparse_rl.train.distill import Distiller
 from sparse_rl.train.folder import check_folder, chosen_state, start_record
@@ -171,7 +171,7 @@ class Run:
         check_folder(self.config, self.section)
         self.folder.mkdir(parents=True, exist_ok=True)
         self.lock = lock(self.folder)
-        checkpoint.recover(self.folder)
+        recover(self.folder, "checkpoint-*")
         return chosen_state(self.config, self.trainer.settings()["optimizer"]["kind"])
 
     def _start(self, sizes: dict[str, int]) -> None:
@@ -182,7 +182,7 @@ class Run:
         if later:
             logger.warning("%s removed: the run goes on from step %d.", ", ".join(p.name for p in later), self.step)
         for path in later:
-            checkpoint.discard(path)
+            discard(path)
         if self.pending is None:  # else the step's end does it, when it is known whether the step is the best
             self._prune()  # if it was stopped just before
 
