@@ -17,6 +17,7 @@ import torch
 from sparse_rl.evaluate import Evaluation, evaluate_benchmarks
 from sparse_rl.grading import Failed
 from sparse_rl.rollout import EngineConfig
+from sparse_rl.runfolder import to_json
 from sparse_rl.tasks.benchmarks import BENCHMARKS, Benchmark
 
 NUM_ROWS = 10
@@ -83,8 +84,8 @@ def arm(point: str, count: int, draw: random.Random) -> None:
         "decode": (Loop, "decode"),
         "grade": (grader.Block, "grade"),
         "write": (store, "_write"),
-        "eval.json": (record, "write_whole"),
-        "results.json": (benchmarks, "write_whole"),
+        "eval.json": (record, "write_json"),
+        "results.json": (benchmarks, "write_json"),
     }[point]
     real, passed = getattr(place, name), 0
 
@@ -96,8 +97,8 @@ def arm(point: str, count: int, draw: random.Random) -> None:
             with open(path, "ab") as file:
                 file.write(content[: draw.randrange(len(content))])
         if passed == count and point.endswith("json"):
-            path, content = args
-            path.with_name(f".{path.name}.part").write_text(content[:40])
+            path, contents = args
+            path.with_name(f".{path.name}.part").write_text(to_json(contents)[:40])
         if passed == count:
             die()
         return real(*args, **kwargs)

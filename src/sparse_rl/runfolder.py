@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import importlib.metadata
+import json
 import os
 import platform
 import shlex
@@ -22,11 +23,14 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 import sparse_rl
+from sparse_rl.metrics import finite
 
 if TYPE_CHECKING:
     import torch
 
 UNFINISHED, ASIDE = ".tmp", ".old"
+MAKE_ROOM = "make room on the disk, then resume"
+IN_YAML = {"inf": ".inf", "-inf": "-.inf", "nan": ".nan"}  # what JSON has no name for
 
 
 def lock(folder: Path, doing: str = "training") -> IO[str]:
@@ -111,9 +115,23 @@ def hardware(device: torch.device) -> str:
     return f"{name}, {torch.get_num_threads()} threads"
 
 
-def write_whole(
-    path: Path, content: str | bytes | memoryview, remedy: str = "make room on the disk, then resume"
-) -> None:
+def write_json(path: Path, record: Any, remedy: str = MAKE_ROOM) -> None:
+    """Write a record, all of it or nothing."""
+    write_whole(path, to_json(record), remedy)
+
+
+def to_json(record: Any) -> str:
+    """A record's file; a measured number that is not finite is null, so settings go through `as_settings` first."""
+    return json.dumps(finite(record), indent=1, allow_nan=False) + "\n"
+
+
+def as_settings(settings: dict[str, Any]) -> dict[str, Any]:
+    """Settings as one who reads a record finds them: infinite ones as the text .inf, which flags and YAML take too."""
+    found: dict[str, Any] = json.loads(json.dumps(finite(settings, lambda number: IN_YAML[str(number)])))
+    return found
+
+
+def write_whole(path: Path, content: str | bytes | memoryview, remedy: str = MAKE_ROOM) -> None:
     """All of it or nothing: a reader never meets half a file, and it is on disk when this returns."""
     part = path.with_name(f".{path.name}.part")
     try:

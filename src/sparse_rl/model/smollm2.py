@@ -23,7 +23,7 @@ from safetensors import SafetensorError
 from tokenizers import decoders, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, GgufConfig, PreTrainedTokenizerFast
 
-from sparse_rl.runfolder import damage, digest, digests, publish, remove, unfinished
+from sparse_rl.runfolder import damage, digest, digests, publish, remove, to_json, unfinished
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +88,7 @@ def _make(folder: Path, source: Path) -> None:
     remove(temporary)  # of a crash
     try:
         convert(source, temporary)
-        (temporary / RECORD).write_text(json.dumps(digests(temporary), indent=1) + "\n")
+        (temporary / RECORD).write_text(to_json(digests(temporary)))
         publish(temporary, folder)
     finally:
         remove(temporary)

@@ -25,7 +25,7 @@ from safetensors import SafetensorError
 
 from sparse_rl.model.load import LoadedModel
 from sparse_rl.model.lora import ADAPTER, save_model
-from sparse_rl.runfolder import UNFINISHED, damage, digests, discard, publish, remove, unfinished
+from sparse_rl.runfolder import UNFINISHED, damage, digests, discard, publish, remove, to_json, unfinished
 from sparse_rl.specs import first_line
 from sparse_rl.train.learner import Learner
 from sparse_rl.train.processes import is_lost
@@ -54,7 +54,7 @@ def save(
         save_model(loaded.model, temporary)
         loaded.tokenizer.save_pretrained(temporary)
         record = state | {"num_updates": learner.num_updates, "files": digests(temporary)}
-        (temporary / STATE).write_text(json.dumps(record, indent=1) + "\n")
+        (temporary / STATE).write_text(to_json(record))
         publish(temporary, folder)
 
     try:

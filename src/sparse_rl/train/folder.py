@@ -13,7 +13,7 @@ from typing import Any
 
 from sparse_rl.metrics import RunLog, read_log
 from sparse_rl.model.load import LoadedModel
-from sparse_rl.runfolder import command, provenance, write_whole
+from sparse_rl.runfolder import command, provenance, write_json
 from sparse_rl.train import checkpoint
 from sparse_rl.train.config import RunConfig
 
@@ -99,7 +99,7 @@ def start_record(run: Path, settings: dict[str, Any], loaded: LoadedModel, num_p
         "trainable_parameters": sum(p.numel() for p in loaded.model.parameters() if p.requires_grad),
         "started": started or datetime.now(UTC).isoformat(timespec="seconds"),
     }
-    write_whole(path, json.dumps(record, indent=1) + "\n")
+    write_json(path, record)
 
 
 def recorded(run: Path) -> dict[str, Any]:
