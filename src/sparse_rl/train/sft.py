@@ -43,7 +43,7 @@ class SFTConfig:
     steps: updates, instead of epochs; 0 for as many as the epochs take
     rows_per_step: rows an update learns from
     max_tokens: tokens of a forward, prompts included
-    max_grad_norm: gradients are scaled down to this norm
+    max_grad_norm: gradients are scaled down to this norm; .inf is off
     activations: what a layer keeps for its backward pass: "keep" (all), "recompute" or "offload" (to host memory)
     compile: compile the decoder layers on a GPU; takes up to a minute once, and a C compiler
     seed: decides the order of the rows, another one every epoch
@@ -75,8 +75,10 @@ class SFTConfig:
             if getattr(self, field) < 0:
                 raise ValueError(f"trainer.{field} is {getattr(self, field)}; it must be at least 0.")
         for field in ("epochs", "rows_per_step", "max_tokens", "max_grad_norm"):
-            if not 0 < getattr(self, field) < math.inf:
+            if not getattr(self, field) > 0:
                 raise ValueError(f"trainer.{field} is {getattr(self, field)}; it must be above 0.")
+        if math.isinf(self.epochs):
+            raise ValueError(f"trainer.epochs is {self.epochs}; it must be finite.")
         check_run(self)
 
 
