@@ -150,6 +150,18 @@ def test_a_damaged_checkpoint_is_refused(whole, tmp_path, name, damage):
         small_trainer(run, resume_from_checkpoint=True).train()
 
 
+@pytest.mark.parametrize("key", checkpoint.KEYS)
+def test_a_checkpoint_that_does_not_say_all_is_refused(whole, tmp_path, key):
+    folder = tmp_path / "checkpoint-1"
+    state = json.loads((checkpoint.checkpoints(whole)[-1] / checkpoint.STATE).read_text())
+    assert state.keys() == {*checkpoint.KEYS}
+    del state[key]
+    folder.mkdir()
+    (folder / checkpoint.STATE).write_text(json.dumps(state))
+    with pytest.raises(ValueError, match=rf"checkpoint-1/{checkpoint.STATE} has no '{key}': .* \(--model {folder}\)"):
+        checkpoint.read_state(folder)
+
+
 def test_going_back_says_what_it_removes_and_checks_first(whole, tmp_path, caplog):
     run = tmp_path / "run"
     shutil.copytree(whole, run)

@@ -35,6 +35,8 @@ if TYPE_CHECKING:  # which imports the guards, which import this module
     from sparse_rl.train.distill import Distiller
 
 STATE, SHARDS, DISTILL = "trainer_state.json", "state", "distill"
+PLACE = ("step", "num_tokens", "num_updates", "best", "logs", "warned", "pending")  # where the run stood
+KEYS = (*PLACE, "halved", "streak", "base", "trainer", "settings", "files")
 FULL_DISK = (OSError, RuntimeError, SafetensorError)  # each library has its own word for it
 
 
@@ -76,13 +78,18 @@ def save(
 def read_state(folder: Path) -> dict[str, Any]:
     """A checkpoint's record, if all its files are there in full."""
     try:
-        state: dict[str, Any] = json.loads((folder / STATE).read_text())
-        files = dict(state["files"])
-        [state[key] for key in ("step", "num_tokens", "num_updates", "best", "logs", "warned", "settings")]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        state: dict[str, Any] = dict(json.loads((folder / STATE).read_text()))
+        files = dict(state.get("files", {}))
+    except (OSError, ValueError, TypeError) as error:
         raise ValueError(
             f"{folder} is not a checkpoint of a run: its {STATE} is missing or damaged; choose another."
         ) from error
+    for key in KEYS:
+        if key not in state:
+            raise ValueError(
+                f"{folder / STATE} has no {key!r}: it is damaged, or another version's; choose another checkpoint, or "
+                f"start a run from its weights (--model {folder})."
+            )
     wrong = damage(folder, files)
     if wrong:
         raise ValueError(f"checkpoint {folder} is damaged: {wrong}; resume from an earlier one.")

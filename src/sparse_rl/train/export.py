@@ -46,7 +46,7 @@ def _model(folder: Path, dtype: torch.dtype | None) -> tuple[PreTrainedModel, Pr
         loaded = load(str(folder), dtype=dtype)
         return loaded.model, loaded.tokenizer
     settings = checkpoint.read_state(folder)["settings"]
-    trained = getattr(torch, settings.get("dtype", "float32"))
+    trained = getattr(torch, settings["dtype"])
     masters, dtype = checkpoint.read_masters(folder), dtype or trained
     tokenizer = AutoTokenizer.from_pretrained(folder)
     if adapted:

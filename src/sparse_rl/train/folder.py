@@ -74,7 +74,7 @@ def chosen_state(config: RunConfig, optimizer_kind: str) -> tuple[Path | None, d
             f"the run has {config.steps} steps, but {folder.name} is beyond them; raise trainer.steps, or resume from "
             "an earlier checkpoint."
         )
-    kind = state["settings"]["optimizer"].get("kind", "adamw")
+    kind = state["settings"]["optimizer"]["kind"]
     if kind != optimizer_kind:
         raise ValueError(
             f"optimizer.kind is {optimizer_kind!r}, but {folder.name} was written with {kind!r}, whose "

@@ -192,7 +192,7 @@ class Run:
 
     def _resume(self, folder: Path, state: dict[str, Any]) -> None:
         """Take up a checkpoint's state."""
-        settings, base = self.settings, state.get("base")
+        settings, base = self.settings, state["base"]
         if self.base and base and base != self.base and state["settings"]["dtype"] == settings["dtype"]:
             raise ValueError(
                 f"{folder} has adapters for other weights than those of {settings['model']}; give the model that they "
@@ -203,10 +203,10 @@ class Run:
         if changed:
             logger.warning("resuming with other settings: %s.", "; ".join(changed))
         self.step, self.num_tokens, self.best = state["step"], state["num_tokens"], state["best"]
-        self.warned, pending = set(state["warned"]), state.get("pending")
+        self.warned, pending = set(state["warned"]), state["pending"]
         if pending is not None:  # JSON has no name for what was not finite
             pending = {name: math.nan if value is None else value for name, value in pending.items()}
         self.pending = pending
-        self.guards.restore(state.get("halved", {}), state["settings"], settings)
-        self.guards.streak = state.get("streak", 0)
-        self.trainer.restore(state.get("trainer", {}))
+        self.guards.restore(state["halved"], state["settings"], settings)
+        self.guards.streak = state["streak"]
+        self.trainer.restore(state["trainer"])

@@ -89,7 +89,7 @@ class SFTGuards(Guards):
     smaller = "lower data.max_length, recompute or offload activations, or choose an 8-bit or offloaded optimizer"
 
     def sized(self, stage: str, settings: dict[str, Any]) -> Any:
-        return [settings["trainer"].get(name) for name in ("max_tokens", "activations")]
+        return [settings["trainer"][name] for name in ("max_tokens", "activations")]
 
 
 class SFTTrainer:

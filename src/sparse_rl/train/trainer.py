@@ -310,9 +310,9 @@ class Trainer:
         return {"alarms": self.alarms.state(), "control": control}
 
     def restore(self, state: dict[str, Any]) -> None:
-        self.alarms.restore(state.get("alarms", {}))
+        self.alarms.restore(state["alarms"])
         if self.controller is not None:
-            self.controller.restore(state.get("control", {}))
+            self.controller.restore(state["control"])
             self.engine.use(self.controller.policy)
 
     def _controller(self) -> Controller:
