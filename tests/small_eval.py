@@ -29,14 +29,14 @@ def grade(completions, **columns):
     return [Failed("it hung") if place == 6 else None if place == 7 else float(place < 3) for place in found]
 
 
-def toy(folder: Path, seed: int = 0, reward: str = "small_eval:grade", rows: int = NUM_ROWS) -> None:
+def toy(folder: Path, seed: int) -> None:
     """Write and register the benchmark `toy`."""
     draw = random.Random(seed)
-    BENCHMARKS["toy"] = Benchmark("toy", "words", rows, reward, "Apache-2.0", "made here")
+    BENCHMARKS["toy"] = Benchmark("toy", "words", NUM_ROWS, "small_eval:grade", "Apache-2.0", "made here")
     (folder / "toy").mkdir(parents=True, exist_ok=True)
     lines = [
         {"id": f"toy-{i}", "problem": f"{draw.random()} + <b>?", "answer": str(i), "level": str(i % 2)}
-        for i in range(rows)
+        for i in range(NUM_ROWS)
     ]
     (folder / "toy" / "test.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
