@@ -188,7 +188,7 @@ class SFTTrainer:
         return {
             "model": self.loaded.model.config.name_or_path,
             "dtype": str(self.loaded.model.dtype).removeprefix("torch."),
-            "device": self.loaded.model.device.type,
+            "device": self.loaded.device,
             "data": self.data.settings,
             "optimizer": asdict(self.optimizer_config),
             "trainer": asdict(self.config),

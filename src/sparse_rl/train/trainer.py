@@ -288,7 +288,7 @@ class Trainer:
         return {
             "model": self.loaded.model.config.name_or_path,
             "dtype": str(self.loaded.model.dtype).removeprefix("torch."),
-            "device": self.loaded.model.device.type,
+            "device": self.loaded.model.device.type if self.processes.grouped else self.loaded.device,
             "task": task_settings(self.task),
             "kv": policy_record(self.kv),
             "sampling": asdict(self.sampling),
