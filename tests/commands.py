@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 
+import pytest
 import yaml
 
 from sparse_rl.cli import main
@@ -62,6 +64,11 @@ def assert_one_sentence(result: tuple[int, str, str], *parts: str) -> None:
     assert err.startswith("sparse-rl: error: ") and len(err.splitlines()) == 1, err
     for part in parts:
         assert part in err
+
+
+def strict_json(path):
+    """What a file says in the JSON that every reader knows."""
+    return json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(f"{name} in {path} is not JSON"))
 
 
 def contents(folder) -> dict:

@@ -15,7 +15,7 @@ from sparse_rl.kv.compress import compress
 from sparse_rl.kv.pages import PagePool
 from sparse_rl.model.dry_run import AttentionShape
 
-DIM, PAGE = 8, 16
+DIM, PAGE, HEADS = 8, 16, 2
 WINDOWS, SCALES = (23, None), (0.4, 0.3)
 TOLERANCE = 1e-9
 ROUNDED = 2.0**-9  # a norm that lies half-way between two steps may go either way
@@ -24,14 +24,14 @@ ROUNDED = 2.0**-9  # a norm that lies half-way between two steps may go either w
 class Bench:
     """Sequences in a real cache, each beside its slow twin."""
 
-    def __init__(self, policy, *, prompt_lens, heads=2, group=2, seed=0, keys=None, windows=WINDOWS):
-        self.policy, self.heads, self.group = policy, heads, group
+    def __init__(self, policy, *, prompt_lens, group=2, seed=0, keys=None, windows=WINDOWS):
+        self.policy, self.group = policy, group
         self.tolerance = ROUNDED if isinstance(policy, Knorm) else TOLERANCE
         self.random = np.random.default_rng(seed)
         self.new_keys = keys or self.near_duplicates
         shape = AttentionShape(
-            num_heads=heads * group,
-            num_kv_heads=heads,
+            num_heads=HEADS * group,
+            num_kv_heads=HEADS,
             head_dim=DIM,
             windows=windows,
             scales=SCALES,
@@ -51,7 +51,7 @@ class Bench:
         self.pool = PagePool(90, PAGE)
         self.slow, self.holdings, self.cut = [], [], [0] * rows
         for prompt_len in prompt_lens:
-            none = np.zeros((len(WINDOWS), heads, 0, DIM)), np.zeros((len(WINDOWS), heads * group, 0, DIM))
+            none = np.zeros((len(WINDOWS), HEADS, 0, DIM)), np.zeros((len(WINDOWS), HEADS * group, 0, DIM))
             self.slow.append(SlowSequence(policy, prompt_len, windows, SCALES, *none))
             self.holdings.append(self.pool.open())
 
@@ -66,8 +66,8 @@ class Bench:
 
     def grow(self, b, count):
         slow, entries = self.slow[b], self.length(b)
-        keys = self.new_keys(len(WINDOWS), self.heads, count, DIM)
-        queries = self.random.normal(size=(len(WINDOWS), self.heads * self.group, count, DIM))
+        keys = self.new_keys(len(WINDOWS), HEADS, count, DIM)
+        queries = self.random.normal(size=(len(WINDOWS), HEADS * self.group, count, DIM))
         pages = self.holdings[b]
         pages.take(max(0, self.pool.pages_for(entries + count) - len(pages.pages)))
         slots = torch.arange(entries, entries + count)
@@ -81,7 +81,7 @@ class Bench:
     def ring(self, b):
         """The last queries, that of position p at p % W."""
         slow, width = self.slow[b], self.policy.num_queries
-        ring = np.zeros((len(WINDOWS), width, self.heads * self.group, DIM))
+        ring = np.zeros((len(WINDOWS), width, HEADS * self.group, DIM))
         for p in range(max(0, slow.seen - width), slow.seen):
             ring[:, p % width] = slow.queries[:, :, p]
         return torch.from_numpy(ring)

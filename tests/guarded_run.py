@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 
 import small_run
 import torch
+from commands import strict_json
 from small_run import small_trainer
 
 from sparse_rl.evaluate import EvalConfig
@@ -41,7 +41,7 @@ def names(folder):
 
 
 def state_of(folder):
-    return json.loads((checkpoint.checkpoints(folder)[-1] / checkpoint.STATE).read_text())
+    return strict_json(checkpoint.checkpoints(folder)[-1] / checkpoint.STATE)
 
 
 def at_call(point, monkeypatch, action, *, trainer=None, step=None, count=1):

@@ -17,6 +17,7 @@ import torch
 from sparse_rl.evaluate import Evaluation, evaluate_benchmarks
 from sparse_rl.grading import Failed
 from sparse_rl.rollout import EngineConfig
+from sparse_rl.runfolder import to_json
 from sparse_rl.tasks.benchmarks import BENCHMARKS, Benchmark
 
 NUM_ROWS = 10
@@ -28,14 +29,14 @@ def grade(completions, **columns):
     return [Failed("it hung") if place == 6 else None if place == 7 else float(place < 3) for place in found]
 
 
-def toy(folder: Path, seed: int = 0, reward: str = "small_eval:grade", rows: int = NUM_ROWS) -> None:
+def toy(folder: Path, seed: int) -> None:
     """Write and register the benchmark `toy`."""
     draw = random.Random(seed)
-    BENCHMARKS["toy"] = Benchmark("toy", "words", rows, reward, "Apache-2.0", "made here")
+    BENCHMARKS["toy"] = Benchmark("toy", "words", NUM_ROWS, "small_eval:grade", "Apache-2.0", "made here")
     (folder / "toy").mkdir(parents=True, exist_ok=True)
     lines = [
         {"id": f"toy-{i}", "problem": f"{draw.random()} + <b>?", "answer": str(i), "level": str(i % 2)}
-        for i in range(rows)
+        for i in range(NUM_ROWS)
     ]
     (folder / "toy" / "test.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
@@ -83,8 +84,8 @@ def arm(point: str, count: int, draw: random.Random) -> None:
         "decode": (Loop, "decode"),
         "grade": (grader.Block, "grade"),
         "write": (store, "_write"),
-        "eval.json": (record, "write_whole"),
-        "results.json": (benchmarks, "write_whole"),
+        "eval.json": (record, "write_json"),
+        "results.json": (benchmarks, "write_json"),
     }[point]
     real, passed = getattr(place, name), 0
 
@@ -96,8 +97,8 @@ def arm(point: str, count: int, draw: random.Random) -> None:
             with open(path, "ab") as file:
                 file.write(content[: draw.randrange(len(content))])
         if passed == count and point.endswith("json"):
-            path, content = args
-            path.with_name(f".{path.name}.part").write_text(content[:40])
+            path, contents = args
+            path.with_name(f".{path.name}.part").write_text(to_json(contents)[:40])
         if passed == count:
             die()
         return real(*args, **kwargs)

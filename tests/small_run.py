@@ -59,8 +59,8 @@ POINTS = {  # where a run can be killed: something it calls there
     "update": "sparse_rl.train.update.policy_loss",
     "publish": "sparse_rl.train.master.MasterWeights.publish",
     "log": "sparse_rl.metrics.RunLog.write",
-    "save": "sparse_rl.train.checkpoint._to_disk",
-    "prune": "sparse_rl.train.checkpoint.remove",
+    "save": "sparse_rl.runfolder._to_disk",
+    "prune": "sparse_rl.runfolder.remove",
 }
 
 

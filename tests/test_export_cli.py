@@ -121,7 +121,7 @@ def test_nothing_is_overwritten_and_nothing_left_half_written(full, tmp_path, mo
     def full_disk(path):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("sparse_rl.train.checkpoint._to_disk", full_disk)
+    monkeypatch.setattr("sparse_rl.runfolder._to_disk", full_disk)
     result = run("export", str(checkpoint), str(tmp_path / "out"))
     assert_one_sentence((result[0], result[1], result[2].splitlines()[-1]), "out could not be written", "make room")
     assert [path.name for path in tmp_path.iterdir()] == ["taken"]

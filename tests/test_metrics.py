@@ -78,10 +78,14 @@ def test_reward_functions_of_any_name_are_defined():
 
 def test_lines_are_on_disk_at_once_and_what_json_does_not_know_is_null(tmp_path):
     log = RunLog(tmp_path)
-    log.write("metrics.jsonl", {"a": math.nan, "b": math.inf, "c": -math.inf, "d": 1.5, "e": "nan", "f": None})
+    log.write(
+        "metrics.jsonl", {"a": math.nan, "b": math.inf, "c": -math.inf, "d": 1.5, "e": "nan", "f": [None, math.nan]}
+    )
     text = (tmp_path / "metrics.jsonl").read_text()
     json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
-    assert read_log(tmp_path / "metrics.jsonl") == [{"a": None, "b": None, "c": None, "d": 1.5, "e": "nan", "f": None}]
+    assert read_log(tmp_path / "metrics.jsonl") == [
+        {"a": None, "b": None, "c": None, "d": 1.5, "e": "nan", "f": [None, None]}
+    ]
     log.write("metrics.jsonl", {"text": "two\nlines\u2028"})
     assert read_log(tmp_path / "metrics.jsonl")[1] == {"text": "two\nlines\u2028"}
     log.close()

@@ -3,12 +3,24 @@
 
 from __future__ import annotations
 
+import json
+import math
 import shlex
 import sys
 
 import pytest
+import yaml
 
-from sparse_rl.runfolder import check_folder, command, differences, write_whole
+from sparse_rl.runfolder import (
+    as_settings,
+    check_folder,
+    command,
+    damage,
+    differences,
+    digests,
+    write_json,
+    write_whole,
+)
 
 
 @pytest.mark.parametrize(
@@ -50,3 +62,28 @@ def test_a_file_that_cannot_be_written_leaves_no_part_of_it(tmp_path):
     with pytest.raises(OSError, match=r"page could not be written .*; make room"):
         write_whole(tmp_path / "page", "text")
     assert [path.name for path in tmp_path.iterdir()] == ["page"]
+
+
+def test_records_are_json_whatever_their_numbers_are(tmp_path):
+    settings = {"upper": math.inf, "several": (-math.inf, 1.5), "deeper": [{"lower": math.nan}], 3: "three"}
+    written = {"upper": ".inf", "several": ["-.inf", 1.5], "deeper": [{"lower": ".nan"}], "3": "three"}
+    assert as_settings(settings) == written == as_settings(written)
+    assert yaml.safe_load("[.inf, -.inf]") == [math.inf, -math.inf]
+    write_json(tmp_path / "record.json", {"settings": as_settings(settings), "loss": (math.nan, {"best": -math.inf})})
+    text = (tmp_path / "record.json").read_text()
+    found = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    assert found == {"settings": written, "loss": [None, {"best": None}]} and text.endswith("}\n")
+
+
+def test_damage_names_the_first_file_that_is_not_as_it_was(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a/one").write_text("1")
+    (tmp_path / "two").write_text("2")
+    files = digests(tmp_path)
+    assert sorted(files) == ["a/one", "two"] and damage(tmp_path, files) == ""
+    (tmp_path / "new").touch()
+    assert damage(tmp_path, files) == ""
+    (tmp_path / "a/one").write_text("3")
+    assert damage(tmp_path, files) == "a/one is not what was written"
+    (tmp_path / "a/one").unlink()
+    assert damage(tmp_path, files) == "a/one is missing"

@@ -12,7 +12,7 @@ from importlib import resources
 import pytest
 import torch
 import yaml
-from commands import CHAIN, assert_one_sentence, changes, contents, flat, resolved, run, train
+from commands import CHAIN, assert_one_sentence, changes, contents, flat, resolved, run, strict_json, train
 from safetensors.torch import load_file
 
 from sparse_rl.cli.recipes import recipes
@@ -92,6 +92,16 @@ def test_a_resumed_run_keeps_its_settings(finished, tmp_path):
     after = json.loads((folder / "run.json").read_text())["config"]
     changed = changes(flat(before), flat(after))
     assert changed == {"trainer.output_dir": str(folder), "trainer.resume_from_checkpoint": True}
+
+
+def test_a_run_without_clipping_goes_on(arguments, tmp_path, caplog):
+    """As one of `train` does."""
+    target = ["--trainer.output_dir", str(tmp_path / "run"), "--trainer.steps", "1"]
+    assert sft(*arguments, *target, "--trainer.max_grad_norm", ".inf")[0] == 0
+    assert strict_json(tmp_path / "run" / "run.json")["config"]["trainer"]["max_grad_norm"] == ".inf"
+    resume = [*target[:2], "--trainer.steps", "2", "--trainer.resume_from_checkpoint", "true"]
+    assert sft(*resume)[0] == 0
+    assert "resuming with other settings: trainer.steps 1 is now 2.\n" in caplog.text
 
 
 def test_the_command_leaves_with_the_signals_exit_code(arguments, tmp_path, monkeypatch, caplog):

@@ -7,9 +7,11 @@ import json
 import shutil
 
 import pytest
-from commands import CHAIN, RUN, SHORT, SPARSE, assert_one_sentence, contents, flags, run, train
+from commands import CHAIN, RUN, SHORT, SPARSE, assert_one_sentence, contents, flags, flat, run, strict_json, train
 
 from sparse_rl.metrics import read_log
+from sparse_rl.report.runs import load_runs
+from sparse_rl.train.checkpoint import STATE
 
 
 @pytest.fixture(scope="module")
@@ -165,6 +167,21 @@ def test_a_resumed_run_keeps_its_settings_and_a_given_flag_wins(own, tmp_path, c
     others = before.keys() - {"trainer", "kv", "correction"}
     assert {name: after[name] for name in others} == {name: before[name] for name in others}, "are the run's"
     assert "kv.policy rkv is now streaming" in caplog.text and "trainer.steps 2 is now 3" in caplog.text
+
+
+def test_infinite_settings_are_written_as_json_and_kept(own, tmp_path, caplog):
+    folder = tmp_path / "run"
+    infinite = {"correction.upper", "update.max_grad_norm", "loss.clip_high"}
+    assert train(*own(FINE), *(word for name in infinite for word in (f"--{name}", ".inf")))[0] == 0
+    assert strict_json(folder / "run.json")["config"] == strict_json(folder / "checkpoint-2" / STATE)["settings"]
+    before = settings_of(folder)
+    assert {name for name, value in flat(before).items() if value == ".inf"} == infinite
+    resume = ["--trainer.output_dir", str(folder), "--trainer.resume_from_checkpoint", "true"]
+    assert train(*resume, "--trainer.steps", "3")[0] == 0
+    assert "resuming with other settings: trainer.steps 2 is now 3.\n" in caplog.text
+    assert settings_of(folder) == before | {"trainer": before["trainer"] | {"steps": 3}}
+    (reported,) = load_runs([folder])
+    assert {reported.settings[name] for name in infinite} == {".inf"}
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,6 @@ BAD = {
     "a word for a number": (["--max_steps", "many"], "trainer.steps is 'many', which is not of type int"),
     "unknown task": (["--task.name", "chains"], "task.name is 'chains'; choose one of chain, lookup, rows"),
     "another task's setting": (["--task.rewards", "a:b"], "task.rewards is not a setting of the task 'chain'"),
-    "a task's old name": (["--task.name", "jsonl"], "the task 'jsonl' has another name now; give --task.name rows"),
     "a file without rewards": (["--task.train_file", "a"], "task.rewards is missing"),
     "unknown layout": (["--task.train_file=a", "--task.rewards=b:c", "--task.layout=sft"], "choose one of auto, verl"),
     "grading": (["--grading.workers", "-1"], "grading.workers is -1; it must be at least 0"),

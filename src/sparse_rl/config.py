@@ -66,12 +66,10 @@ def add_task_section(parser: ArgumentParser) -> None:
 
 def build_task(section: Namespace) -> TaskConfig:
     """The task's settings; `build` makes the task."""
-    from sparse_rl.tasks import RENAMED, TASKS
+    from sparse_rl.tasks import TASKS
 
     given = _given(section)
     name = given.pop("name", None)
-    if name in RENAMED:
-        raise ValueError(f"the task {name!r} has another name now; {RENAMED[name]}.")
     if name not in TASKS:
         raise ValueError(f"task.name is {name!r}; choose one of {', '.join(TASKS)}.")
     task: Any = TASKS[name]

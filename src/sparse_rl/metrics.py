@@ -12,7 +12,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
@@ -175,7 +175,7 @@ class RunLog:
 
     def write(self, name: str, record: dict[str, Any]) -> None:
         """One line; a number that JSON does not know becomes null."""
-        line = json.dumps({key: _json(value) for key, value in record.items()}, allow_nan=False)
+        line = json.dumps(finite(record), allow_nan=False)
         try:
             self.files[name].write(line.encode() + b"\n")
             self.files[name].flush()
@@ -236,5 +236,10 @@ class Timer:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - began
 
 
-def _json(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+def finite(value: Any, instead: Callable[[float], Any] = lambda _: None) -> Any:
+    """The value with null, or what `instead` makes of it, for every number that JSON has no name for, at any depth."""
+    if isinstance(value, dict):
+        return {key: finite(item, instead) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item, instead) for item in value]
+    return instead(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,13 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every folder of results has: a lock, and a record of the command, the code and the machine that made it."""
+"""What every folder of results has: a lock, and a record of the command, the code and the machine that made it.
+
+A file is written beside its place and renamed. So is a folder: it is filled under the name of `unfinished`, brought to
+disk and renamed by `publish`, so one without that suffix is whole; `digests` say later whether it still is.
+"""
 
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import importlib.metadata
+import json
 import os
 import platform
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -16,9 +23,14 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 import sparse_rl
+from sparse_rl.metrics import finite
 
 if TYPE_CHECKING:
     import torch
+
+UNFINISHED, ASIDE = ".tmp", ".old"
+MAKE_ROOM = "make room on the disk, then resume"
+IN_YAML = {"inf": ".inf", "-inf": "-.inf", "nan": ".nan"}  # what JSON has no name for
 
 
 def lock(folder: Path, doing: str = "training") -> IO[str]:
@@ -103,9 +115,23 @@ def hardware(device: torch.device) -> str:
     return f"{name}, {torch.get_num_threads()} threads"
 
 
-def write_whole(
-    path: Path, content: str | bytes | memoryview, remedy: str = "make room on the disk, then resume"
-) -> None:
+def write_json(path: Path, record: Any, remedy: str = MAKE_ROOM) -> None:
+    """Write a record, all of it or nothing."""
+    write_whole(path, to_json(record), remedy)
+
+
+def to_json(record: Any) -> str:
+    """A record's file; a measured number that is not finite is null, so settings go through `as_settings` first."""
+    return json.dumps(finite(record), indent=1, allow_nan=False) + "\n"
+
+
+def as_settings(settings: dict[str, Any]) -> dict[str, Any]:
+    """Settings as one who reads a record finds them: infinite ones as the text .inf, which flags and YAML take too."""
+    found: dict[str, Any] = json.loads(json.dumps(finite(settings, lambda number: IN_YAML[str(number)])))
+    return found
+
+
+def write_whole(path: Path, content: str | bytes | memoryview, remedy: str = MAKE_ROOM) -> None:
     """All of it or nothing: a reader never meets half a file, and it is on disk when this returns."""
     part = path.with_name(f".{path.name}.part")
     try:
@@ -118,6 +144,83 @@ def write_whole(
         with suppress(OSError):
             part.unlink()
         raise OSError(f"{path} could not be written ({error.strerror}); {remedy}.") from error
+
+
+def unfinished(folder: Path) -> Path:
+    """Where a folder is filled, or emptied, while none of its name may be seen."""
+    return folder.with_name(folder.name + UNFINISHED)
+
+
+def publish(temporary: Path, folder: Path) -> None:
+    """Bring a folder to disk, then give it its name; one that had it stands aside until then."""
+    for path in [*_files(temporary), *_folders(temporary)]:
+        _to_disk(path)
+    aside = folder.with_name(folder.name + ASIDE)
+    if folder.exists():
+        remove(aside)
+        folder.rename(aside)
+    temporary.rename(folder)
+    _to_disk(folder.parent)
+    remove(aside)
+
+
+def recover(parent: Path, pattern: str) -> None:
+    """Put back the folders that stood aside for others when the process was killed."""
+    for aside in parent.glob(pattern + ASIDE):
+        folder = aside.with_name(aside.name.removesuffix(ASIDE))
+        if folder.exists():
+            remove(aside)
+        else:
+            aside.rename(folder)
+
+
+def discard(folder: Path) -> None:
+    """Delete a folder, never leaving a part of it under its name."""
+    temporary = unfinished(folder)
+    remove(temporary)
+    remove(folder.rename(temporary))
+
+
+def remove(folder: Path) -> None:
+    if folder.exists():
+        shutil.rmtree(folder)
+
+
+def digests(folder: Path) -> dict[str, str]:
+    """The hash of every file of a folder, by its path in there."""
+    return {str(path.relative_to(folder)): digest(path) for path in _files(folder)}
+
+
+def damage(folder: Path, files: dict[str, str]) -> str:
+    """Which of these files is no longer as `digests` found it, in words; empty if all are."""
+    for name, before in files.items():
+        path = folder / name
+        if not path.is_file():
+            return f"{name} is missing"
+        if digest(path) != before:
+            return f"{name} is not what was written"
+    return ""
+
+
+def digest(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def _folders(folder: Path) -> list[Path]:
+    return [*sorted(path for path in folder.rglob("*") if path.is_dir()), folder]
+
+
+def _to_disk(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def differences(

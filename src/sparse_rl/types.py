@@ -75,7 +75,7 @@ class Rollout:
     sample: int  # which of the prompt's n samples
     token_ids: torch.Tensor  # (T,) int64, the stop id included when there is one
     sampler_logprobs: torch.Tensor  # (T,) fp32, natural log
-    completion_mask: torch.Tensor  # (T,) bool, true where the sampler chose the token
+    completion_mask: torch.Tensor  # (T,) bool; your own code says False of tokens it fed, as a tool's: read, not learnt
     finish_reason: FinishReason
     kv: KVStats
     top_ids: torch.Tensor | None = None  # (T, k) int64, most likely first

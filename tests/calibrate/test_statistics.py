@@ -17,13 +17,13 @@ from sparse_rl.calibrate.tokens import Tokens
 from sparse_rl.kv.schedule import Schedule
 
 
-def tokens(lengths, overlap=None, log_xi=None, entropy=None, prompt=10):
+def tokens(lengths, overlap=None, log_xi=None, entropy=None):
     total = sum(lengths)
     fill = np.ones(total, dtype=np.float32)
     overlap = fill if overlap is None else np.asarray(overlap, dtype=np.float32)
     return Tokens(
         rollouts=np.repeat(np.arange(len(lengths)), lengths).astype(np.int32),
-        contexts=np.concatenate([prompt + np.arange(length) for length in lengths]).astype(np.int32),
+        contexts=np.concatenate([10 + np.arange(length) for length in lengths]).astype(np.int32),
         lower=overlap,
         upper=overlap,
         top20=overlap * 0.5,

@@ -31,8 +31,8 @@ def alive(pid: int) -> bool:
         return stat.read().rpartition(")")[2].split()[0] != "Z"
 
 
-def wait_until(condition, seconds=10.0):
-    end = time.monotonic() + seconds
+def wait_until(condition):
+    end = time.monotonic() + 10.0
     while not condition() and time.monotonic() < end:
         time.sleep(0.02)
     return condition()

@@ -51,11 +51,11 @@ POLICIES = [
 ]
 
 
-def replayed(loaded, rollouts, policy, max_tokens=400, temperature=1.0):
+def replayed(loaded, rollouts, policy, temperature=1.0):
     """Log-probs of each rollout's tokens from packed sparse forwards."""
     completions, head = flatten(rollouts, loaded.model.device), Head(loaded.model)
     found = torch.zeros(len(completions.rows), dtype=loaded.shape.precise, device=loaded.model.device)
-    for microbatch in pack(rollouts, max_tokens):
+    for microbatch in pack(rollouts, 400):
         members = [rollouts[i] for i in microbatch.indices]
         rows = ReplayedRows(microbatch.boundaries, members, policy.selection, PAGE)
         inputs = microbatch.inputs(loaded.model.device) | {"kv": rows}

@@ -144,6 +144,14 @@ def test_a_damaged_folder_is_made_anew(cache, damage):
     assert (folder / "model.safetensors").read_bytes() == b"weights" and not list(cache.glob("*.tmp"))
 
 
+def test_the_folder_is_on_disk_before_it_has_its_name(cache, monkeypatch):
+    synced = []
+    monkeypatch.setattr("sparse_rl.runfolder._to_disk", synced.append)
+    folder = smollm2.converted()
+    temporary = folder.with_name(folder.name + ".tmp")
+    assert {temporary / path.name for path in folder.iterdir()} | {temporary} == {*synced[:-1]} and synced[-1] == cache
+
+
 def test_two_processes_at_once_both_end_well(cache):
     context = multiprocessing.get_context("fork")
     with context.Pool(2) as pool:

@@ -206,11 +206,6 @@ def test_settings_have_their_types():
         assert str(caught.value) == f"reward {spec!r}: {said}"
 
 
-def test_a_reward_that_is_gone_says_what_replaces_it():
-    with pytest.raises(ValueError, match="reward 'boxed' is gone; give math"):
-        build_reward("boxed")
-
-
 @pytest.mark.parametrize("name", sorted(set(REWARDS) - {"code", "math", "model"}))
 def test_no_text_takes_long(name):
     """Those that grade here, without a time limit: 100 kB of what searches stumble over."""

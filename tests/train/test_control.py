@@ -254,15 +254,6 @@ def test_with_another_target_it_searches_anew_from_its_budgets(changed, caplog):
     assert after.levels == [3]
 
 
-def test_a_state_of_older_checkpoints_is_taken_up():
-    """When tokens were counted as independent, and nobody asked what had been asked for."""
-    state = controller(GRID[9]).state()
-    del state["bins"][0]["squares"], state["asked"]
-    control = controller(GRID[2])
-    control.restore(state)
-    assert control.levels == [9]
-
-
 def test_a_rollout_that_was_scored_for_others_counts_for_them():
     """Of three rollouts one was not scored, and the last, all of it bad, stands for three; prompts have 2 tokens."""
     made = SimpleNamespace(

@@ -85,13 +85,13 @@ def learn(processes, rollouts_of, family="llama", dtype=torch.float64, max_token
     return metrics, [weight.detach().clone() for weight in full], [p.detach().clone() for p in model.parameters()]
 
 
-def assert_same_metrics(got, expected, loss=1e-9, tolerance=1e-6):
+def assert_same_metrics(got, expected):
     assert len(got) == len(expected)
     for ours, theirs in zip(got, expected, strict=True):
         assert ours.keys() == theirs.keys()
-        assert ours["loss"] == pytest.approx(theirs["loss"], abs=loss)
+        assert ours["loss"] == pytest.approx(theirs["loss"], abs=1e-9)
         for name, value in theirs.items():
-            assert ours[name] == pytest.approx(value, abs=tolerance, rel=tolerance, nan_ok=True), name
+            assert ours[name] == pytest.approx(value, abs=1e-6, rel=1e-6, nan_ok=True), name
 
 
 def test_two_processes_learn_what_one_does_from_five_batches():

@@ -64,13 +64,15 @@ def test_repetition_by_hand():
 
 @pytest.mark.parametrize(("place", "held"), [(2, 6), (0, 3)])
 def test_a_rejected_record_by_hand(place, held):
+    """Whatever is said of the last token, which the sampler did not choose."""
     sampler = torch.tensor([-1.0, -1.0, -1.0, -1.0])
     dense = sampler.clone()
-    dense[place] = -20.0
+    dense[place], dense[3] = -20.0, -90.0
     rollout = SimpleNamespace(
         prompt=SimpleNamespace(ids=(10, 11, 12), text="abc"),
         token_ids=torch.tensor([13, 14, 15, 16]),
         sampler_logprobs=sampler,
+        completion_mask=torch.tensor([True, True, True, False]),
         kv=SimpleNamespace(held=(5, 6, 7)),
     )
     updated = Updated(

@@ -21,7 +21,7 @@ from sparse_rl.metrics import read_log
 from sparse_rl.model.load import load
 from sparse_rl.model.tiny import tiny_model, tiny_tokenizer
 from sparse_rl.objective.loss import LossConfig
-from sparse_rl.runfolder import lock
+from sparse_rl.runfolder import lock, publish, recover
 from sparse_rl.train import OptimizerConfig, UpdateConfig, checkpoint
 
 POINTS = list(small_run.POINTS)
@@ -77,13 +77,13 @@ def test_a_checkpoint_that_is_written_again_is_there_at_every_moment(tmp_path, m
     with monkeypatch.context() as patch:
         patch.setattr(Path, "rename", killed)
         with pytest.raises(KeyboardInterrupt):
-            checkpoint.publish(temporary, folder)
-    checkpoint.recover(tmp_path)
+            publish(temporary, folder)
+    recover(tmp_path, "checkpoint-*")
     assert (folder / "file").read_text() == "older"
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "remove", lambda _: None)
-        checkpoint.publish(temporary, folder)
-    checkpoint.recover(tmp_path)
+        patch.setattr("sparse_rl.runfolder.remove", lambda _: None)
+        publish(temporary, folder)
+    recover(tmp_path, "checkpoint-*")
     assert (folder / "file").read_text() == "newer" and list(tmp_path.iterdir()) == [folder]
 
 
@@ -150,6 +150,18 @@ def test_a_damaged_checkpoint_is_refused(whole, tmp_path, name, damage):
         small_trainer(run, resume_from_checkpoint=True).train()
 
 
+@pytest.mark.parametrize("key", checkpoint.KEYS)
+def test_a_checkpoint_that_does_not_say_all_is_refused(whole, tmp_path, key):
+    folder = tmp_path / "checkpoint-1"
+    state = json.loads((checkpoint.checkpoints(whole)[-1] / checkpoint.STATE).read_text())
+    assert state.keys() == {*checkpoint.KEYS}
+    del state[key]
+    folder.mkdir()
+    (folder / checkpoint.STATE).write_text(json.dumps(state))
+    with pytest.raises(ValueError, match=rf"checkpoint-1/{checkpoint.STATE} has no '{key}': .* \(--model {folder}\)"):
+        checkpoint.read_state(folder)
+
+
 def test_going_back_says_what_it_removes_and_checks_first(whole, tmp_path, caplog):
     run = tmp_path / "run"
     shutil.copytree(whole, run)
@@ -213,11 +225,11 @@ def test_a_checkpoint_of_another_model_is_refused(whole, tmp_path):
 @pytest.mark.parametrize(
     ("writer", "error"),
     [
-        ("sparse_rl.train.checkpoint._files", SafetensorError("I/O error: No space left on device (os error 28)")),
-        ("sparse_rl.train.checkpoint._to_disk", OSError(28, "No space left on device")),
+        ("sparse_rl.runfolder._files", SafetensorError("I/O error: No space left on device (os error 28)")),
+        ("sparse_rl.runfolder._to_disk", OSError(28, "No space left on device")),
         ("torch.save", RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos\nframe #0")),
         ("torch.distributed.checkpoint.filesystem._write_item", OSError(28, "No space left on device")),
-        ("sparse_rl.train.checkpoint._to_disk", RuntimeError()),
+        ("sparse_rl.runfolder._to_disk", RuntimeError()),
     ],
 )
 @pytest.mark.some(2)

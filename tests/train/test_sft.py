@@ -24,7 +24,7 @@ from sparse_rl.rollout import Engine, EngineConfig, Sampling
 from sparse_rl.runfolder import lock
 from sparse_rl.score.head import Head
 from sparse_rl.tasks.supervised import Example, Examples
-from sparse_rl.train import Learner, OptimizerConfig, SFTConfig, SFTTrainer, checkpoint
+from sparse_rl.train import Learner, OptimizerConfig, SFTConfig, SFTTrainer, UpdateConfig, checkpoint
 from sparse_rl.train.callbacks import Callbacks
 from sparse_rl.train.master import MasterWeights
 from sparse_rl.train.sft import end_ids, learn, mean_nll
@@ -311,6 +311,14 @@ def test_tokens_the_model_does_not_have_are_refused(tmp_path):
 def test_a_setting_out_of_range_is_refused(setting):
     with pytest.raises(ValueError, match=f"trainer.{next(iter(setting))} is "):
         SFTConfig(**setting)
+
+
+@pytest.mark.parametrize("config", [SFTConfig, UpdateConfig])
+def test_a_gradient_may_be_left_unclipped(config):
+    assert config(max_grad_norm=math.inf).max_grad_norm == math.inf
+    for norm in (0.0, -1.0, math.nan):
+        with pytest.raises(ValueError, match=f"max_grad_norm is {norm}; it must be above 0"):
+            config(max_grad_norm=norm)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import signal
@@ -87,6 +88,26 @@ def test_a_signal_in_an_evaluation_keeps_what_was_learnt(whole, tmp_path):
     resumed = resume(run)
     assert resumed.learner.num_updates == 3
     assert_same_run(run, whole(ONE))
+
+
+def test_what_was_not_finite_in_the_last_step_is_so_in_a_resumed_run(tmp_path):
+    def declines(completions, **_):
+        return [None] * len(completions)
+
+    def last_step(metrics, began):
+        raise EOFError
+
+    run, shown, task = tmp_path / "run", [], small_run.graded_by(declines)
+    trainer = trainer_of(run, task=task, steps=1)
+    trainer.run.pending, trainer._finish_step = None, last_step
+    with pytest.raises(EOFError):
+        trainer.train()
+    assert state_of(run)["pending"]["reward"] is None
+    resumed = trainer_of(run, task=task, steps=2, resume_from_checkpoint=True)
+    resumed.observers = (observer(on_log=shown.append),)
+    resumed.train()
+    assert [math.isnan(line["reward"]) for line in shown] == [True, True]
+    assert [line["reward"] for line in read_log(run / "metrics.jsonl")] == [None, None]
 
 
 def test_a_signal_anywhere_resumes_bit_for_bit(whole, tmp_path, monkeypatch):

@@ -5,11 +5,14 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from importlib.metadata import version
 
 import pytest
 import torch
 from small_run import CHAIN, TEMPERATURE, graded_by, small_model, small_trainer
+from small_sft import small_sft
+from transformers import PreTrainedModel
 
 from sparse_rl.evaluate import EvalConfig
 from sparse_rl.kv import RKV, Full
@@ -21,6 +24,7 @@ from sparse_rl.rollout import EngineConfig, Sampling
 from sparse_rl.runfolder import command
 from sparse_rl.tasks import Rewards, Rows
 from sparse_rl.train import OptimizerConfig, UpdateConfig
+from sparse_rl.train.processes import Processes
 
 
 def test_a_run_writes_what_it_did(tmp_path):
@@ -45,6 +49,32 @@ def test_a_run_writes_what_it_did(tmp_path):
     assert row["rewards"]["digits"] == sum(int(c) for c in row["completion"] if c.isdigit()) / 10
     declined = row["rewards"]["declines"]
     assert row["reward"] == pytest.approx(row["rewards"]["digits"] + 0.5 * (declined or 0.0))
+
+
+@pytest.mark.parametrize(
+    ("asked", "is_on", "grouped", "recorded"),
+    [
+        ("cpu", "cpu", False, "cpu"),
+        ("cuda", "cuda:0", False, "cuda"),
+        ("cuda:1", "cuda:1", False, "cuda:1"),
+        ("cpu", "cuda:1", False, "cuda"),  # it was moved there
+        ("cuda:1", "cuda:1", True, "cuda"),  # torchrun gives each process its own
+    ],
+)
+def test_the_device_is_recorded_as_it_was_asked_for(tmp_path, monkeypatch, asked, is_on, grouped, recorded):
+    trainers = [small_trainer(tmp_path / "run"), *(() if grouped else [small_sft(tmp_path / "sft")])]
+    for trainer in trainers:
+        assert trainer.settings()["device"] == "cpu"
+        trainer.loaded = replace(trainer.loaded, asked=asked)
+        trainer.processes = Processes(grouped=grouped)
+        with monkeypatch.context() as patch:
+            patch.setattr(PreTrainedModel, "device", torch.device(is_on))
+            assert trainer.settings()["device"] == recorded
+
+
+def test_a_model_says_which_device_it_was_loaded_to():
+    assert (load("tiny").device, load("embedded", device=torch.device("cpu")).device) == ("cpu", "cpu")
+    assert load("tiny", device="cpu:0").asked == load("embedded", device=torch.device("cpu:0")).asked == "cpu:0"
 
 
 def test_a_rejected_completion_is_logged_with_its_worst_token_and_both_log_probs(tmp_path):

@@ -104,6 +104,24 @@ def test_gradient_equals_the_formula_one_rollout_at_a_time(rollouts, preset):
     assert max(g.abs().max() for g in got) > 1e-3
 
 
+@pytest.mark.parametrize("preset", ["sparse_rl", "sparse_rl_release", "hazard"])
+def test_tokens_that_somebody_fed_are_read_and_not_learnt(rollouts, preset):
+    """A rollout whose later tokens were fed is learnt as one that ends before them; nobody has their log-probs."""
+    cut, fed = [], []
+    for i, rollout in enumerate(rollouts):
+        first = 3 + i % 3
+        chosen = torch.arange(len(rollout.token_ids)) < first
+        unknown = torch.where(chosen, rollout.sampler_logprobs, math.nan)
+        fed.append(replace(rollout, completion_mask=chosen, sampler_logprobs=unknown))
+        names = ("token_ids", "sampler_logprobs", "completion_mask", "top_ids", "top_logprobs")
+        cut.append(replace(rollout, **{name: getattr(rollout, name)[:first] for name in names}))
+    expected, metrics = gradient(cut, PRESETS[preset])
+    got, again = gradient(fed, PRESETS[preset])
+    close(got, expected, tolerance=1e-6)
+    assert max(g.abs().max() for g in got) > 1e-3
+    assert {name for name, value in metrics.items() if again[name] != pytest.approx(value, abs=1e-6)} == set()
+
+
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "fixed_length"])
 @pytest.mark.parametrize("preset", ["sparse_rl", "sparse_rl_release"])
 @pytest.mark.some(3)

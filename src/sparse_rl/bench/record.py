@@ -4,11 +4,10 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
-from sparse_rl.runfolder import write_whole
+from sparse_rl.runfolder import write_json
 
 
 def check(path: Path) -> None:
@@ -47,15 +46,13 @@ def merge(path: Path, record: dict[str, Any]) -> None:
         records[places[0]] = record
     else:
         records.append(record)
-    write_whole(path, json.dumps(records, indent=1, allow_nan=False) + "\n", remedy="name another file")
+    write_json(path, records, remedy="name another file")
 
 
 def _rounded(value: Any) -> Any:
-    """Floats with six digits, more is noise; null for those that JSON has no name for."""
+    """Floats with six digits: more is noise."""
     if isinstance(value, dict):
         return {key: _rounded(item) for key, item in value.items()}
     if isinstance(value, list):
         return [_rounded(item) for item in value]
-    if not isinstance(value, float):
-        return value
-    return float(f"{value:.6g}") if math.isfinite(value) else None
+    return float(f"{value:.6g}") if isinstance(value, float) else value

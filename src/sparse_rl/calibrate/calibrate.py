@@ -30,7 +30,16 @@ from sparse_rl.kv.schedule import Schedule, save
 from sparse_rl.model.load import LoadedModel
 from sparse_rl.rollout import EngineConfig, Progress, Sampling
 from sparse_rl.rollout.memory import Memory, free
-from sparse_rl.runfolder import check_folder, command, differences, lock, provenance, refuse_changes, write_whole
+from sparse_rl.runfolder import (
+    as_settings,
+    check_folder,
+    command,
+    differences,
+    lock,
+    provenance,
+    refuse_changes,
+    write_json,
+)
 from sparse_rl.types import Prompt
 
 RECORD = "calibration.json"
@@ -126,14 +135,14 @@ def calibrate(
         runs.begin(budgets)
         results = record | analyse(dense, budgets, runs.at, calibration.config)
         results["notes"] = said + results["notes"]
-        results["settings"] = asdict(calibration.config) | {"target": calibration.config.goal}
+        results["settings"] = as_settings(asdict(calibration.config) | {"target": calibration.config.goal})
         if calibration.config.verify:
             results |= verified(results, runs, calibration.config, evicts=isinstance(calibration.policy, EvictPolicy))
         results["notes"] += doubts(results, calibration.config)
         results["finished"] = datetime.now(UTC).isoformat(timespec="seconds")
         for note in results["notes"]:
             observer.on_note(note)
-        write_whole(folder / "results.json", json.dumps(results, indent=1, allow_nan=False) + "\n")
+        write_json(folder / "results.json", results)
         told = {key: results[key] for key in ("model", "kv", "hardware", "commit", "finished") if key in results}
         names = ("target", "relative", "overlap", "tail", "sure", "tokens", "bin")
         asked = {name: results["settings"][name] for name in names}
@@ -144,7 +153,7 @@ def calibrate(
 def _record(folder: Path, calibration: Calibration, named: dict[str, Any]) -> dict[str, Any]:
     """What calibration.json says, the first start's; refuses to go on with other weights, prompts or sampling."""
     path = folder / RECORD
-    sampled = json.loads(json.dumps({**named, **calibration.sampled()}))
+    sampled = as_settings({**named, **calibration.sampled()})
     if path.is_file():
         try:
             before: dict[str, Any] = json.loads(path.read_text())
@@ -160,7 +169,7 @@ def _record(folder: Path, calibration: Calibration, named: dict[str, Any]) -> di
             **provenance(calibration.loaded.shape.device),
             "started": datetime.now(UTC).isoformat(timespec="seconds"),
         }
-        write_whole(path, json.dumps(found, indent=1) + "\n")
+        write_json(path, found)
     return {**found, **sampled}
 
 

@@ -33,7 +33,7 @@ from sparse_rl.evaluate.suite import Prompts, Suite, build_prompts, build_suites
 from sparse_rl.model.load import check_device, load, load_reader
 from sparse_rl.rollout import Progress
 from sparse_rl.rollout.memory import GuardedEngine, Memory, free
-from sparse_rl.runfolder import check_folder, lock, write_whole
+from sparse_rl.runfolder import check_folder, lock, write_json
 from sparse_rl.types import Prompt
 
 
@@ -131,9 +131,9 @@ class Run:
     def write_results(self) -> dict[str, Any]:
         """Write results.json; what it holds, as a reader has it."""
         self.record.save()
-        text = json.dumps(self.results(), indent=1, allow_nan=False)
-        write_whole(self.folder / "results.json", f"{text}\n")
-        results: dict[str, Any] = json.loads(text)
+        path = self.folder / "results.json"
+        write_json(path, self.results())
+        results: dict[str, Any] = json.loads(path.read_text())
         return results
 
     def results(self) -> dict[str, Any]:

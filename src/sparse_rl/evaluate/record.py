@@ -19,7 +19,7 @@ from sparse_rl.evaluate.plan import Cell, Evaluation, parse_cache
 from sparse_rl.evaluate.suite import Prompts, Suite
 from sparse_rl.kv import policy_record
 from sparse_rl.model.load import LoadedModel, weights_digest
-from sparse_rl.runfolder import command, differences, provenance, refuse_changes, write_whole
+from sparse_rl.runfolder import as_settings, command, differences, provenance, refuse_changes, write_json
 
 NAME = "eval.json"
 KINDS = {
@@ -53,7 +53,7 @@ class Record:
         self.began = began
         self.contents: dict[str, Any] = {
             "command": command(),
-            "settings": _settings(evaluation, suites),
+            "settings": as_settings(_settings(evaluation, suites)),
             **provenance(torch.device(evaluation.device)),
             "started": datetime.now(UTC).isoformat(timespec="seconds"),
             "wall_s": 0.0,  # from the start to the end or the last block, resumes included
@@ -99,7 +99,7 @@ class Record:
 
     def save(self) -> None:
         self.contents["wall_s"] = round(self.earlier_s + time.perf_counter() - self.began, 1)
-        write_whole(self.path, json.dumps(self.contents, indent=1) + "\n")
+        write_json(self.path, self.contents)
 
     def _go_on(self) -> None:
         """The record is the first start's; who goes on elsewhere, or with other code, is added to it."""
@@ -112,7 +112,7 @@ class Record:
                     _check_kinds(known, OF_PROMPTS)
         except (ValueError, TypeError) as error:
             raise ValueError(f"{self.path} is damaged; give another --output.") from error
-        now = json.loads(json.dumps(self.contents))
+        now = self.contents
         changed = differences(before["settings"], now["settings"], NO_DIFFERENCE)
         refuse_changes(str(self.path.parent), "evaluated", changed)
         other = {key: now[key] for key in ("commit", "hardware", "versions") if now[key] != before.get(key)}

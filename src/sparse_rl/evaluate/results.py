@@ -7,16 +7,16 @@ dense cache is paired: problem by problem, so that what makes a problem hard can
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from sparse_rl.evaluate.plan import Cell, Evaluation, parse_cache
 from sparse_rl.evaluate.protocols import PROTOCOLS
-from sparse_rl.evaluate.statistics import Estimate, average, by_problem, estimate, failed, grouped, paired
+from sparse_rl.evaluate.statistics import average, by_problem, estimate, failed, grouped, paired
 from sparse_rl.evaluate.store import BlockLine, Sample
 from sparse_rl.kv import Full
+from sparse_rl.runfolder import as_settings
 
 Values = list[float | None]  # of a metric, one a problem
 
@@ -45,7 +45,7 @@ def measure(cell: Cell, evaluation: Evaluation, samples: list[Sample], blocks: S
         "model": cell.model,
         "benchmark": cell.benchmark,
         "cache": cell.cache,
-        "metrics": {metric: as_json(estimate(found)) for metric, found in values.items()},
+        "metrics": {metric: asdict(estimate(found)) for metric, found in values.items()},
         "problems": len(problems),
         "n": n,
         "samples": len(samples),
@@ -60,12 +60,12 @@ def measure(cell: Cell, evaluation: Evaluation, samples: list[Sample], blocks: S
         "generate_s": seconds,
         "capture_s": capture,
         "tokens_per_s": tokens / (seconds - capture) if seconds > capture else None,
-        "settings": asdict(settings),
+        "settings": as_settings(asdict(settings)),
     }
     for key in ("level", "subject"):
         groups = grouped(main, [of[0].get(key) for of in problems])
         if len(groups) > 1:
-            numbers[f"by_{key}"] = {label: as_json(found) for label, found in groups.items()}
+            numbers[f"by_{key}"] = {label: asdict(found) for label, found in groups.items()}
     return Measured(cell=cell, numbers=numbers, values=values)
 
 
@@ -82,7 +82,7 @@ def compare(measured: list[Measured]) -> list[dict[str, Any]]:
         if base is not None and base is not each:
             common = min(each.numbers["problems"], base.numbers["problems"])
             numbers["difference"] = {
-                metric: as_json(paired(values[:common], base.values[metric][:common]))
+                metric: asdict(paired(values[:common], base.values[metric][:common]))
                 for metric, values in each.values.items()
             }
         found.append(numbers)
@@ -100,16 +100,8 @@ def headlines(evaluation: Evaluation, measured: list[Measured]) -> list[dict[str
             cells = [m for m in measured if m.cell.model == model and m.cell.cache == cache]
             firsts = [estimate(next(iter(m.values.values()))) for m in cells if m.cell.benchmark in wanted]
             if len(firsts) == len(wanted):
-                found.append({"model": model, "cache": cache, "benchmarks": list(wanted), **as_json(average(firsts))})
+                found.append({"model": model, "cache": cache, "benchmarks": list(wanted), **asdict(average(firsts))})
     return found
-
-
-def as_json(found: Estimate) -> dict[str, Any]:
-    """An estimate, null for what JSON has no name for."""
-    return {
-        key: None if isinstance(value, float) and not math.isfinite(value) else value
-        for key, value in asdict(found).items()
-    }
 
 
 def _reasons(samples: list[Sample]) -> dict[str, int]:

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from sparse_rl.runfolder import write_whole
+from sparse_rl.runfolder import write_json
 from sparse_rl.specs import suggestion, unique
 
 STEPS = re.compile(r"\d+@\d+(\+\d+@\d+)*")
@@ -125,7 +125,7 @@ def load(budget: int | str) -> Schedule:
 
 def save(schedule: Schedule, path: Path, **provenance: Any) -> None:
     """Write a file that `load` reads; what else it says is for people, and `kv` for `made_for`."""
-    write_whole(path, json.dumps({**provenance, **asdict(schedule)}) + "\n")
+    write_json(path, {**provenance, **asdict(schedule)})
 
 
 def made_for(budget: object) -> dict[str, Any]:

@@ -34,6 +34,13 @@ class LoadedModel:
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     shape: AttentionShape
+    asked: str = "cpu"  # the device as it was given
+
+    @property
+    def device(self) -> str:
+        """Of which kind it is, and which one if that was asked for: "cuda", "cuda:1"."""
+        device = self.model.device
+        return self.asked if torch.device(self.asked) == device else device.type
 
     @property
     def vocab_size(self) -> int:
@@ -65,7 +72,7 @@ def load(name: str, *, dtype: torch.dtype | None = None, device: str | torch.dev
         family = name.partition(":")[2] or "llama"
         model = tiny_model(family, dtype=dtype or torch.float32, device=device)
         model.config.name_or_path = name
-        return LoadedModel(model=model, tokenizer=tiny_tokenizer(), shape=dry_run(model))
+        return LoadedModel(model=model, tokenizer=tiny_tokenizer(), shape=dry_run(model), asked=str(device))
     if name == "embedded":
         model, tokenizer = _from_pretrained(str(EMBEDDED), dtype or torch.float32)
         model.config.name_or_path = name  # the same on every machine
@@ -78,7 +85,7 @@ def load(name: str, *, dtype: torch.dtype | None = None, device: str | torch.dev
         model, tokenizer = _from_pretrained(name, dtype)
     model.to(device=torch.device(device))  # type: ignore[call-arg]
     model.eval()
-    return LoadedModel(model=model, tokenizer=tokenizer, shape=dry_run(model))
+    return LoadedModel(model=model, tokenizer=tokenizer, shape=dry_run(model), asked=str(device))
 
 
 def load_reader(name: str) -> Reader:

@@ -11,7 +11,6 @@ nothing.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +24,7 @@ from torch.nn.utils import skip_init
 from transformers import PreTrainedModel
 
 from sparse_rl.model.lora import ADAPTER
+from sparse_rl.runfolder import to_json
 
 
 class LowRank(nn.Module):
@@ -92,7 +92,7 @@ class SamplerAdapter(nn.Module):
             "target_modules": self.names,
             "inference_mode": True,
         }
-        (folder / ADAPTER).write_text(json.dumps(settings, indent=1) + "\n")
+        (folder / ADAPTER).write_text(to_json(settings))
 
 
 class Merged:

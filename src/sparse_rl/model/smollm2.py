@@ -11,12 +11,10 @@ stop a turn, and a tokenizer that does not split digits off first.
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import importlib.util
 import json
 import logging
 import os
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +22,8 @@ import torch
 from safetensors import SafetensorError
 from tokenizers import decoders, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, GgufConfig, PreTrainedTokenizerFast
+
+from sparse_rl.runfolder import damage, digest, digests, publish, remove, to_json, unfinished
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ def converted() -> Path | None:
     if source is None:
         return None
     cache = cache_folder()
-    folder = cache / f"smollm2-{_digest(source)[:16]}-{VERSION}"
+    folder = cache / f"smollm2-{digest(source)[:16]}-{VERSION}"
     if is_whole(folder):
         return folder
     if any(importlib.util.find_spec(name) is None for name in READERS):
@@ -77,24 +77,21 @@ def is_whole(folder: Path) -> bool:
     """Whether every file of the folder is there as it was written."""
     try:
         files = dict(json.loads((folder / RECORD).read_text()))
-        return bool(files) and all(_digest(folder / name) == digest for name, digest in files.items())
+        return bool(files) and not damage(folder, files)
     except (OSError, ValueError, TypeError):
         return False
 
 
 def _make(folder: Path, source: Path) -> None:
-    """Write the folder under another name and rename it, so that one of its name is never half-written."""
     logger.info("converting %s, once, into %s", source, folder)
-    temporary = folder.with_name(folder.name + ".tmp")
-    for leftover in (temporary, folder):  # of a crash; damaged
-        shutil.rmtree(leftover, ignore_errors=True)
+    temporary = unfinished(folder)
+    remove(temporary)  # of a crash
     try:
         convert(source, temporary)
-        files = {path.name: _digest(path) for path in sorted(temporary.iterdir())}
-        (temporary / RECORD).write_text(json.dumps(files, indent=1) + "\n")
-        temporary.rename(folder)
+        (temporary / RECORD).write_text(to_json(digests(temporary)))
+        publish(temporary, folder)
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        remove(temporary)
 
 
 def convert(source: Path, folder: Path) -> None:
@@ -129,8 +126,3 @@ def convert(source: Path, folder: Path) -> None:
     model.generation_config = GenerationConfig(**tokens)
     model.save_pretrained(folder)
     mended.save_pretrained(folder)
-
-
-def _digest(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

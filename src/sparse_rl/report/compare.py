@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from sparse_rl.types import Rollout
 
 SPAN = 8  # tokens a line
+TITLE = 72  # characters of the prompt above them
 CLOSE, APART = 0.9, 0.5  # overlap from which a token is drawn green, below which red
 
 
@@ -60,6 +61,6 @@ def _colour(overlap: float) -> str:
     return "green" if overlap >= CLOSE else "red" if overlap < APART else "yellow"
 
 
-def _shorten(text: str, limit: int = 72) -> str:
+def _shorten(text: str) -> str:
     text = visible(text)
-    return text if len(text) <= limit else text[: limit - 1] + "…"
+    return text if len(text) <= TITLE else text[: TITLE - 1] + "…"

@@ -8,13 +8,8 @@ from sparse_rl.tasks.rewards import GradingConfig
 from sparse_rl.tasks.rows import Rows, RowsConfig
 
 TASKS: dict[str, type[TaskConfig]] = {task.name: task for task in (Chain, Lookup, RowsConfig)}
-RENAMED = {  # tasks that are now others
-    "jsonl": "give --task.name rows",
-    "words": "give --task.name rows --task.rewards last_number",
-}
 
 __all__ = [
-    "RENAMED",
     "TASKS",
     "Chain",
     "Graded",

@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 PACKAGED = Path(__file__).parents[1] / "data"
 LOOKUPS = 512  # problems of a generated set, those that a training run holds out
+LISTED = 3  # complaints, where there are many
 Kind = Literal["maths", "contest", "words", "code", "countdown", "lookup"]
 Where = Literal["folder", "package", "generated", "hub", "missing"]
 
@@ -206,10 +207,10 @@ def read_problems(name: str, data_dir: str | Path | None = None) -> tuple[list[P
     return [complete(row) for row in found.rows if row["id"] not in left_out], said
 
 
-def shortened(complaints: Sequence[str], most: int = 3) -> list[str]:
+def shortened(complaints: Sequence[str]) -> list[str]:
     """The first few, and how many more there are."""
-    more = [f"and {len(complaints) - most} more"] if len(complaints) > most else []
-    return [*complaints[:most], *more]
+    more = [f"and {len(complaints) - LISTED} more"] if len(complaints) > LISTED else []
+    return [*complaints[:LISTED], *more]
 
 
 def _read(benchmark: Benchmark, where: Literal["folder", "package"], path: Path) -> Found:

@@ -104,15 +104,11 @@ REWARDS: dict[str, Callable[..., Reward]] = {
     "right_value": _right_value,
 }
 LISTED = 10  # functions of a file, where the one that was meant is not there
-RENAMED = {"boxed": "math, which finds the last \\boxed too and compares formulas"}
 
 
 def build_reward(spec: str, grading: GradingConfig | None = None) -> Reward:
     """The reward function that a name with settings, or "module:function", or "file.py:function" stands for."""
-    name = spec.partition(":")[0]
-    if name in RENAMED:
-        raise ValueError(f"reward {spec!r} is gone; give {RENAMED[name]}.")
-    if name not in REWARDS:
+    if spec.partition(":")[0] not in REWARDS:
         return import_function(spec)
     return build("reward", spec, REWARDS, grading or GradingConfig())
 

@@ -9,17 +9,14 @@
     trainer_state.json                              step, settings, best evaluation, sizes of the run's logs, and
                                                     the hash of every file of the checkpoint
 
-A checkpoint is written into `checkpoint-N.tmp`, brought to disk and renamed, so one without that suffix is whole. There
-is no random state to keep: every random number is a function of the seed and the step.
+A checkpoint is there whole or not at all (`runfolder.publish`). There is no random state to keep: every random number
+is a function of the seed and the step.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 import re
-import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +25,7 @@ from safetensors import SafetensorError
 
 from sparse_rl.model.load import LoadedModel
 from sparse_rl.model.lora import ADAPTER, save_model
+from sparse_rl.runfolder import UNFINISHED, damage, digests, discard, publish, remove, to_json, unfinished
 from sparse_rl.specs import first_line
 from sparse_rl.train.learner import Learner
 from sparse_rl.train.processes import is_lost
@@ -37,7 +35,8 @@ if TYPE_CHECKING:  # which imports the guards, which import this module
     from sparse_rl.train.distill import Distiller
 
 STATE, SHARDS, DISTILL = "trainer_state.json", "state", "distill"
-ASIDE = ".old"
+PLACE = ("step", "num_tokens", "num_updates", "best", "logs", "warned", "pending")  # where the run stood
+KEYS = (*PLACE, "halved", "streak", "base", "trainer", "settings", "files")
 FULL_DISK = (OSError, RuntimeError, SafetensorError)  # each library has its own word for it
 
 
@@ -45,7 +44,7 @@ def save(
     folder: Path, loaded: LoadedModel, learner: Learner, state: dict[str, Any], distiller: Distiller | None = None
 ) -> None:
     """Write a checkpoint; a crash at any moment leaves either nothing or all of it. All processes call it."""
-    temporary, processes = folder.with_name(folder.name + ".tmp"), learner.processes
+    temporary, processes = unfinished(folder), learner.processes
 
     def begin() -> None:
         remove(temporary)
@@ -56,9 +55,8 @@ def save(
     def finish() -> None:
         save_model(loaded.model, temporary)
         loaded.tokenizer.save_pretrained(temporary)
-        files = {str(path.relative_to(temporary)): _digest(path) for path in _files(temporary)}
-        record = state | {"num_updates": learner.num_updates, "files": files}
-        (temporary / STATE).write_text(json.dumps(record, indent=1) + "\n")
+        record = state | {"num_updates": learner.num_updates, "files": digests(temporary)}
+        (temporary / STATE).write_text(to_json(record))
         publish(temporary, folder)
 
     try:
@@ -77,44 +75,24 @@ def save(
         raise OSError(f"{folder} could not be written ({reason}); make room on the disk, then resume.") from error
 
 
-def publish(temporary: Path, folder: Path) -> None:
-    """Bring a folder to disk, then give it its name; one that had it stands aside until then."""
-    for path in [*_files(temporary), *_folders(temporary)]:
-        _to_disk(path)
-    aside = folder.with_name(folder.name + ASIDE)
-    if folder.exists():
-        remove(aside)
-        folder.rename(aside)
-    temporary.rename(folder)
-    _to_disk(folder.parent)
-    remove(aside)
-
-
-def recover(run: Path) -> None:
-    """Put back a checkpoint that stood aside for another when the run was killed."""
-    for aside in run.glob(f"checkpoint-*{ASIDE}"):
-        folder = aside.with_name(aside.name.removesuffix(ASIDE))
-        if folder.exists():
-            remove(aside)
-        else:
-            aside.rename(folder)
-
-
 def read_state(folder: Path) -> dict[str, Any]:
     """A checkpoint's record, if all its files are there in full."""
     try:
-        state: dict[str, Any] = json.loads((folder / STATE).read_text())
-        files = dict(state["files"])
-        [state[key] for key in ("step", "num_tokens", "num_updates", "best", "logs", "warned", "settings")]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        state: dict[str, Any] = dict(json.loads((folder / STATE).read_text()))
+        files = dict(state.get("files", {}))
+    except (OSError, ValueError, TypeError) as error:
         raise ValueError(
             f"{folder} is not a checkpoint of a run: its {STATE} is missing or damaged; choose another."
         ) from error
-    for name, digest in files.items():
-        path = folder / name
-        if not path.is_file() or _digest(path) != digest:
-            what = "not what was written" if path.is_file() else "missing"
-            raise ValueError(f"checkpoint {folder} is damaged: {name} is {what}; resume from an earlier one.")
+    for key in KEYS:
+        if key not in state:
+            raise ValueError(
+                f"{folder / STATE} has no {key!r}: it is damaged, or another version's; choose another checkpoint, or "
+                f"start a run from its weights (--model {folder})."
+            )
+    wrong = damage(folder, files)
+    if wrong:
+        raise ValueError(f"checkpoint {folder} is damaged: {wrong}; resume from an earlier one.")
     return state
 
 
@@ -158,43 +136,10 @@ def step_of(folder: Path) -> int:
 
 def prune(run: Path, keep: int | None, best: str | None) -> None:
     """Delete the oldest checkpoints beyond `keep`, never the best one; and what a crash left half-written."""
-    for leftover in run.glob("checkpoint-*.tmp"):
+    for leftover in run.glob(f"checkpoint-*{UNFINISHED}"):
         remove(leftover)
     others = [path for path in checkpoints(run) if path.name != best]
     num_best = len(checkpoints(run)) - len(others)
     if keep is not None:
         for path in others[: max(0, len(others) - max(1, keep - num_best))]:
             discard(path)
-
-
-def discard(folder: Path) -> None:
-    """Delete a checkpoint, never leaving a part of it under its name."""
-    temporary = folder.with_name(folder.name + ".tmp")
-    remove(temporary)
-    remove(folder.rename(temporary))
-
-
-def remove(folder: Path) -> None:
-    if folder.exists():
-        shutil.rmtree(folder)
-
-
-def _digest(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.is_file())
-
-
-def _folders(folder: Path) -> list[Path]:
-    return [*sorted(path for path in folder.rglob("*") if path.is_dir()), folder]
-
-
-def _to_disk(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

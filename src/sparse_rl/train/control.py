@@ -242,11 +242,11 @@ class Controller:
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go on as before; where the grid, the bins or what is asked for are now others, from the budgets of then."""
-        if not state:
+        if not state:  # the budget stood still
             return
         grid, width, bins = state["grid"], state["bin"], [BinState(**each) for each in state["bins"]]
         same = (grid, width, len(bins)) == (list(self.grid), self.config.bin, len(self.bins))
-        if same and state.get("asked", self.config.asked) == self.config.asked:
+        if same and state["asked"] == self.config.asked:
             self.bins = bins
             return
         logger.warning(

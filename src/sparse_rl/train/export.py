@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from sparse_rl.model import lora
 from sparse_rl.model.load import load
+from sparse_rl.runfolder import publish, remove
 from sparse_rl.specs import first_line
 from sparse_rl.train import checkpoint
 
@@ -29,14 +30,14 @@ def export(folder: Path, output: Path, dtype: torch.dtype | None = None) -> None
     try:
         model.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
-        checkpoint.publish(temporary, output)
+        publish(temporary, output)
     except checkpoint.FULL_DISK as error:
         reason = first_line(error)
         raise OSError(
             f"{output} could not be written ({reason}); make room on the disk, or choose another place."
         ) from error
     finally:
-        checkpoint.remove(temporary)
+        remove(temporary)
 
 
 def _model(folder: Path, dtype: torch.dtype | None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -45,7 +46,7 @@ def _model(folder: Path, dtype: torch.dtype | None) -> tuple[PreTrainedModel, Pr
         loaded = load(str(folder), dtype=dtype)
         return loaded.model, loaded.tokenizer
     settings = checkpoint.read_state(folder)["settings"]
-    trained = getattr(torch, settings.get("dtype", "float32"))
+    trained = getattr(torch, settings["dtype"])
     masters, dtype = checkpoint.read_masters(folder), dtype or trained
     tokenizer = AutoTokenizer.from_pretrained(folder)
     if adapted:

@@ -13,7 +13,7 @@ from typing import Any
 
 from sparse_rl.metrics import RunLog, read_log
 from sparse_rl.model.load import LoadedModel
-from sparse_rl.runfolder import command, provenance, write_whole
+from sparse_rl.runfolder import command, provenance, write_json
 from sparse_rl.train import checkpoint
 from sparse_rl.train.config import RunConfig
 
@@ -74,7 +74,7 @@ def chosen_state(config: RunConfig, optimizer_kind: str) -> tuple[Path | None, d
             f"the run has {config.steps} steps, but {folder.name} is beyond them; raise trainer.steps, or resume from "
             "an earlier checkpoint."
         )
-    kind = state["settings"]["optimizer"].get("kind", "adamw")
+    kind = state["settings"]["optimizer"]["kind"]
     if kind != optimizer_kind:
         raise ValueError(
             f"optimizer.kind is {optimizer_kind!r}, but {folder.name} was written with {kind!r}, whose "
@@ -99,7 +99,7 @@ def start_record(run: Path, settings: dict[str, Any], loaded: LoadedModel, num_p
         "trainable_parameters": sum(p.numel() for p in loaded.model.parameters() if p.requires_grad),
         "started": started or datetime.now(UTC).isoformat(timespec="seconds"),
     }
-    write_whole(path, json.dumps(record, indent=1) + "\n")
+    write_json(path, record)
 
 
 def recorded(run: Path) -> dict[str, Any]:

@@ -134,8 +134,7 @@ def completion_records(
     chosen = range(0, len(rollouts), max(1, len(rollouts) // count))[:count] if count else []
     records = []
     for i in chosen:
-        log_xi = updated.dense_logprobs[i] - rollouts[i].sampler_logprobs
-        lowest = float(log_xi.min())
+        lowest = float(_log_xi(rollouts[i], updated.dense_logprobs[i]).min())
         records.append(
             {
                 "prompt": rollouts[i].prompt.text,
@@ -157,7 +156,7 @@ def rejected_records(
     """The rejected completions with the token the dense model finds least likely, both log-probs and its context."""
     lowest = {}
     for i in (~updated.accepted).nonzero()[:, 0].tolist():
-        log_xi = updated.dense_logprobs[i] - rollouts[i].sampler_logprobs
+        log_xi = _log_xi(rollouts[i], updated.dense_logprobs[i])
         place = int(log_xi.argmin())
         lowest[i] = (float(log_xi[place]), place)
     records = []
@@ -181,6 +180,11 @@ def rejected_records(
             }
         )
     return records
+
+
+def _log_xi(rollout: Rollout, dense_logprobs: torch.Tensor) -> torch.Tensor:
+    """(T,); never the lowest where the sampler did not choose the token."""
+    return torch.where(rollout.completion_mask, dense_logprobs - rollout.sampler_logprobs, math.inf)
 
 
 def _number(value: torch.Tensor) -> float | None:

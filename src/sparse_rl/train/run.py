@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import logging
 import math
 import time
@@ -15,7 +14,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from sparse_rl.metrics import NoLog, RunLog, Timer
 from sparse_rl.model.load import weights_digest
-from sparse_rl.runfolder import differences, lock
+from sparse_rl.runfolder import as_settings, differences, discard, lock, recover
 from sparse_rl.train import checkpoint
 from sparse_rl.train.distill import Distiller
 from sparse_rl.train.folder import check_folder, chosen_state, start_record
@@ -84,6 +83,11 @@ class Run:
             for observer in begun:
                 observer.on_end()
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The trainer's, as records have them."""
+        return as_settings(self.trainer.settings())
+
     def evaluates(self, every: int) -> bool:
         """Whether this step is evaluated: the first, the last, and every so many."""
         return self.step in (0, self.config.steps) or (every > 0 and self.step % every == 0)
@@ -134,8 +138,8 @@ class Run:
         state, self.unsaved = self.unsaved, None
         folder = self.folder / f"checkpoint-{state['step']}"
         self.log.sync()
-        settings = self.trainer.settings()
-        checkpoint.save(folder, self.trainer.loaded, self.learner, state | {"settings": settings}, self.distiller)
+        state = state | {"settings": self.settings}
+        checkpoint.save(folder, self.trainer.loaded, self.learner, state, self.distiller)
         for observer in self.trainer.observers:
             observer.on_save(folder)
 
@@ -163,24 +167,24 @@ class Run:
         check_folder(self.config, self.section)
         self.folder.mkdir(parents=True, exist_ok=True)
         self.lock = lock(self.folder)
-        checkpoint.recover(self.folder)
-        return chosen_state(self.config, self.trainer.settings()["optimizer"]["kind"])
+        recover(self.folder, "checkpoint-*")
+        return chosen_state(self.config, self.settings["optimizer"]["kind"])
 
     def _start(self, sizes: dict[str, int]) -> None:
         """Write run.json, open the logs, and remove what a future that is now taken again has left."""
-        start_record(self.folder, self.trainer.settings(), self.trainer.loaded, self.processes.size)
+        start_record(self.folder, self.settings, self.trainer.loaded, self.processes.size)
         self.log = RunLog(self.folder, sizes)
         later = [path for path in checkpoint.checkpoints(self.folder) if checkpoint.step_of(path) > self.step]
         if later:
             logger.warning("%s removed: the run goes on from step %d.", ", ".join(p.name for p in later), self.step)
         for path in later:
-            checkpoint.discard(path)
+            discard(path)
         if self.pending is None:  # else the step's end does it, when it is known whether the step is the best
             self._prune()  # if it was stopped just before
 
     def _resume(self, folder: Path, state: dict[str, Any]) -> None:
         """Take up a checkpoint's state."""
-        settings, base = json.loads(json.dumps(self.trainer.settings())), state.get("base")
+        settings, base = self.settings, state["base"]
         if self.base and base and base != self.base and state["settings"]["dtype"] == settings["dtype"]:
             raise ValueError(
                 f"{folder} has adapters for other weights than those of {settings['model']}; give the model that they "
@@ -191,7 +195,10 @@ class Run:
         if changed:
             logger.warning("resuming with other settings: %s.", "; ".join(changed))
         self.step, self.num_tokens, self.best = state["step"], state["num_tokens"], state["best"]
-        self.warned, self.pending = set(state["warned"]), state.get("pending")
-        self.guards.restore(state.get("halved", {}), state["settings"], settings)
-        self.guards.streak = state.get("streak", 0)
-        self.trainer.restore(state.get("trainer", {}))
+        self.warned, pending = set(state["warned"]), state["pending"]
+        if pending is not None:  # JSON has no name for what was not finite
+            pending = {name: math.nan if value is None else value for name, value in pending.items()}
+        self.pending = pending
+        self.guards.restore(state["halved"], state["settings"], settings)
+        self.guards.streak = state["streak"]
+        self.trainer.restore(state["trainer"])

@@ -43,7 +43,7 @@ class SFTConfig:
     steps: updates, instead of epochs; 0 for as many as the epochs take
     rows_per_step: rows an update learns from
     max_tokens: tokens of a forward, prompts included
-    max_grad_norm: gradients are scaled down to this norm
+    max_grad_norm: gradients are scaled down to this norm; .inf is off
     activations: what a layer keeps for its backward pass: "keep" (all), "recompute" or "offload" (to host memory)
     compile: compile the decoder layers on a GPU; takes up to a minute once, and a C compiler
     seed: decides the order of the rows, another one every epoch
@@ -75,8 +75,10 @@ class SFTConfig:
             if getattr(self, field) < 0:
                 raise ValueError(f"trainer.{field} is {getattr(self, field)}; it must be at least 0.")
         for field in ("epochs", "rows_per_step", "max_tokens", "max_grad_norm"):
-            if not 0 < getattr(self, field) < math.inf:
+            if not getattr(self, field) > 0:
                 raise ValueError(f"trainer.{field} is {getattr(self, field)}; it must be above 0.")
+        if math.isinf(self.epochs):
+            raise ValueError(f"trainer.epochs is {self.epochs}; it must be finite.")
         check_run(self)
 
 
@@ -87,7 +89,7 @@ class SFTGuards(Guards):
     smaller = "lower data.max_length, recompute or offload activations, or choose an 8-bit or offloaded optimizer"
 
     def sized(self, stage: str, settings: dict[str, Any]) -> Any:
-        return [settings["trainer"].get(name) for name in ("max_tokens", "activations")]
+        return [settings["trainer"][name] for name in ("max_tokens", "activations")]
 
 
 class SFTTrainer:
@@ -190,7 +192,7 @@ class SFTTrainer:
         return {
             "model": self.loaded.model.config.name_or_path,
             "dtype": str(self.loaded.model.dtype).removeprefix("torch."),
-            "device": self.loaded.model.device.type,
+            "device": self.loaded.device,
             "data": self.data.settings,
             "optimizer": asdict(self.optimizer_config),
             "trainer": asdict(self.config),

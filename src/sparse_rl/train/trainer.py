@@ -291,7 +291,7 @@ class Trainer:
         return {
             "model": self.loaded.model.config.name_or_path,
             "dtype": str(self.loaded.model.dtype).removeprefix("torch."),
-            "device": self.loaded.model.device.type,
+            "device": self.loaded.model.device.type if self.processes.grouped else self.loaded.device,
             "task": task_settings(self.task),
             "kv": policy_record(self.kv),
             "sampling": asdict(self.sampling),
@@ -313,9 +313,9 @@ class Trainer:
         return {"alarms": self.alarms.state(), "control": control}
 
     def restore(self, state: dict[str, Any]) -> None:
-        self.alarms.restore(state.get("alarms", {}))
+        self.alarms.restore(state["alarms"])
         if self.controller is not None:
-            self.controller.restore(state.get("control", {}))
+            self.controller.restore(state["control"])
             self.engine.use(self.controller.policy)
 
     def _controller(self) -> Controller:

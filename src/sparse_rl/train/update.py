@@ -45,7 +45,7 @@ class UpdateConfig:
     updates_per_rollout: updates in one pass over a rollout batch, each on its share of whole groups
     num_iterations: passes over a rollout batch
     max_tokens: tokens of a learner forward, prompts included
-    max_grad_norm: gradients are scaled down to this norm
+    max_grad_norm: gradients are scaled down to this norm; .inf is off
     score_first: score the batch before learning: a forward more, but rejected rollouts skip their backward
     skip_zero_rows: leave out the forward of rollouts without a loss, but for a sample
     activations: what a layer keeps for its backward pass: "keep" (all), "recompute" or "offload" (to host memory)
