@@ -164,14 +164,13 @@ def _to_train(settings: Namespace, config: CalibrationConfig, results: dict[str,
 
 def _sampling(settings: Namespace) -> Sampling:
     from sparse_rl.rollout import Sampling
+    from sparse_rl.specs import renamed
 
     if settings.temperature == 0:
         raise ValueError("--temperature is 0, but training samples; give the temperature of training, such as 1.")
     given = {name: settings[name] for name in ("n", "max_tokens", "temperature", "seed")}
-    try:
+    with renamed("sampling", "--"):
         return Sampling(**given)
-    except ValueError as error:
-        raise ValueError(str(error).replace("sampling.", "--")) from error
 
 
 def _prompts(settings: Namespace, model: LoadedModel | Reader) -> list[Prompt]:
