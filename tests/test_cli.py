@@ -10,7 +10,7 @@ import subprocess
 import sys
 
 import pytest
-from commands import run
+from commands import assert_one_sentence, run
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from sparse_rl.model.tiny import tiny_model, tiny_tokenizer
@@ -127,6 +127,38 @@ def test_settings_from_a_file_and_flags_over_it(tmp_path):
     assert len(row["token_ids"]) == 20 and max(row["kv"]["held"]) == 12
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["generate", "abc", "--model", "tiny"],
+        ["eval", "--models", "tiny", "--benchmarks", "lookup", "--dry-run"],
+        ["calibrate", "--model", "tiny", "--dry-run"],
+    ],
+    ids=lambda command: command[0],
+)
+def test_every_command_reads_files_as_train_does(command, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "base.yaml").write_text("engine: {rows: 0}\n")
+    (tmp_path / "own.yaml").write_text("base: base.yaml\ndevice: cpu\n")
+    (tmp_path / "warm.yaml").write_text("data: {}\ntrainer: {}\n")
+    for names, said in (
+        (["own.yaml"], "engine.rows is 0; it must be at least 1"),
+        (["nowhere.yaml"], "--config 'nowhere.yaml' is not a file; check the path."),
+        (["default.yaml"], "settings, which belong to `sparse-rl train`; give it there."),
+        (["warm.yaml"], "warm.yaml has data settings, which belong to `sparse-rl sft`; give it there."),
+        ([], "--config needs the name of a file or a recipe."),
+    ):
+        assert_one_sentence(run(*command, "--config", *names), said)
+
+
+def test_one_text_tells_of_files():
+    texts = set()
+    for command in ("train", "sft", "plan", "eval", "generate", "calibrate"):
+        found = re.search(r"  --config CONFIG +(.*?)\n +--", run(command, "--help")[1], flags=re.DOTALL)
+        texts.add(" ".join(found[1].split()))
+    assert len(texts) == 1 and "a recipe's name" in texts.pop()
+
+
 def test_stop_strings_and_ids_as_flags():
     _, out, _ = run("generate", "abc", "--sampling.max_tokens", "300", "--sampling.stop", "é")
     assert json.loads(out)["finish_reason"] in ("stop", "stop_string")
@@ -234,7 +266,6 @@ BAD = {
     "missing output folder": (["generate", "a", "--output", "/no/such/folder/x.jsonl"], "/no/such/folder/x.jsonl"),
     "prompt file is a folder": (["generate", "--prompts", "/"], "Is a directory"),
     "compare truncated": (["generate", "a", "--compare", *SPARSE, "--sampling.top_p", "0.9"], "whole distribution"),
-    "config without file": (["generate", "a", "--config", "nowhere.yaml"], "nowhere.yaml"),
 }
 
 

@@ -22,6 +22,7 @@ from sparse_rl.cli.parsing import (
     quiet_bars,
     show_warnings,
 )
+from sparse_rl.cli.recipes import add_config, given_configs, with_configs
 
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser
@@ -68,7 +69,8 @@ def run(arguments: list[str]) -> None:
 
         calibrate_cost.run(arguments[1:])
         return
-    settings = parse(_parser(), arguments)
+    parser, (configs, others) = _parser(), given_configs(arguments, "calibrate")
+    settings = parse(parser, with_configs(configs, others))
     from sparse_rl import specs
     from sparse_rl.calibrate import Calibration, calibrate
     from sparse_rl.evaluate.plan import parse_cache
@@ -110,7 +112,7 @@ def _parser() -> ArgumentParser:
     from sparse_rl.config import add_task_section
 
     parser = make_parser("calibrate", DESCRIPTION)
-    parser.add_argument("--config", action="config", help="YAML file with any of these settings")
+    add_config(parser)
     add_model(parser, default="embedded")
     parser.add_argument(
         "--kv",

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sparse_rl.cli.parsing import add_engine, build_engine, make_parser, parse, quiet_bars, show_warnings
+from sparse_rl.cli.recipes import add_config, given_configs, with_configs
 
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser, Namespace
@@ -48,7 +49,8 @@ FLAGS = {  # fields of an evaluation that are flags of the same name
 
 
 def run(arguments: list[str]) -> None:
-    settings = parse(_parser(), arguments)
+    parser, (configs, others) = _parser(), given_configs(arguments, "eval")
+    settings = parse(parser, with_configs(configs, others))
     evaluation = _evaluation(settings)
     if settings.dry_run:
         _dry_run(evaluation)
@@ -77,7 +79,7 @@ def _parser() -> ArgumentParser:
 
     texts = field_texts(Evaluation)
     parser = make_parser("eval", DESCRIPTION)
-    parser.add_argument("--config", action="config", help="YAML file with any of these settings")
+    add_config(parser)
     for name, alias in (("models", "model"), ("benchmarks", "benchmark")):
         parser.add_argument(f"--{name}", f"--{alias}", nargs="+", type=str, default=[], help=texts[name])
     parser.add_argument("--kv", nargs="+", type=str, default=["full"], help=texts["kv"])

@@ -11,7 +11,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparse_rl.cli.parsing import add_model, make_parser, model_dtype, parse, quiet_bars, refuse_null, show_warnings
-from sparse_rl.cli.recipes import DEFAULT, default_settings, read_configs, split_configs, to_yaml, with_configs
+from sparse_rl.cli.recipes import (
+    DEFAULT,
+    add_config,
+    default_settings,
+    read_configs,
+    split_configs,
+    to_yaml,
+    with_configs,
+)
 from sparse_rl.cli.resume import named, own_settings
 from sparse_rl.cli.trl_names import NAMES, translate, translate_keys
 
@@ -150,7 +158,7 @@ def train_parser(
     parser.usage = f"sparse-rl {command} [--config FILE] [--SETTING VALUE ...]"
     if add_own is not None:
         add_own(parser)
-    parser.add_argument("--config", action="config", help="YAML file with any of these settings, or a recipe's name")
+    add_config(parser)
     add_model(parser, default="embedded")
     if command == "train":
         parser.add_argument("--dry-run", action="store_true", help="print all settings as YAML and the plan, and stop")
