@@ -253,6 +253,10 @@ def test_the_command(tmp_path, monkeypatch):
         (["--prompts", "a.jsonl", "--benchmarks", "gsm8k"], "both with --prompts and with --benchmarks"),
         (["--kv", "rkv", "--budgets", "4"], "error: budget is 4, but the protected entries"),
         (["--max-tokens", "0"], "--max-tokens is 0"),
+        (["--benchmarks", "gsm8k", "--task.name", "nosuch"], "task.name is given, but prompts are those of --b"),
+        (["--prompts", "a.jsonl", "--task.letters", "3"], "task.letters is given, but prompts are those of --prompts"),
+        (["--data-dir", "/nonexistent"], "--data-dir is '/nonexistent', but there are no --benchmarks; name some"),
+        (["--prompts", "a.jsonl", "--data-dir", "."], "but there are no --benchmarks"),
         (["--targett", "0.9"], "did you mean --target?"),
     ],
 )

@@ -85,6 +85,7 @@ def run(arguments: list[str]) -> None:
             f"--kv {settings.kv!r} has a budget, but that is what is looked for; leave it out, or name the budgets to "
             "try with --budgets."
         )
+    _check_source(settings, parser)
     sampling, engine = _sampling(settings), build_engine(settings)
     if settings.dry_run:
         _dry_run(settings, policy, config, sampling, engine, load_reader(settings.model))
@@ -175,14 +176,27 @@ def _sampling(settings: Namespace) -> Sampling:
         return Sampling(**given)
 
 
-def _prompts(settings: Namespace, model: LoadedModel | Reader) -> list[Prompt]:
-    """At most `num_prompts` that fit the model's context."""
-    from sparse_rl.tasks.prompts import short_enough
+def _check_source(settings: Namespace, parser: ArgumentParser) -> None:
+    """Prompts have one source, and nothing is said of another."""
+    from sparse_rl.config import given_of
 
     if settings.num_prompts < 1:
         raise ValueError(f"--num-prompts is {settings.num_prompts}; it must be at least 1.")
     if settings.prompts and settings.benchmarks:
         raise ValueError("prompts were given both with --prompts and with --benchmarks; use one.")
+    if settings.data_dir and not settings.benchmarks:
+        raise ValueError(f"--data-dir is {settings.data_dir!r}, but there are no --benchmarks; name some.")
+    source = "--prompts" if settings.prompts else "--benchmarks" if settings.benchmarks else None
+    default = given_of(parser.get_defaults()["task"])
+    given = [key for key, value in given_of(settings["task"]).items() if value != default.get(key)]
+    if source and given:
+        raise ValueError(f"task.{given[0]} is given, but prompts are those of {source}; leave one of them out.")
+
+
+def _prompts(settings: Namespace, model: LoadedModel | Reader) -> list[Prompt]:
+    """At most `num_prompts` that fit the model's context."""
+    from sparse_rl.tasks.prompts import short_enough
+
     if settings.prompts:
         found = _from_file(settings.prompts, settings.num_prompts, model)
     elif settings.benchmarks:
