@@ -140,9 +140,11 @@ def test_every_command_reads_files_as_train_does(command, tmp_path, monkeypatch)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "base.yaml").write_text("engine: {rows: 0}\n")
     (tmp_path / "own.yaml").write_text("base: base.yaml\ndevice: cpu\n")
+    (tmp_path / "null.yaml").write_text("engine: null\n")
     (tmp_path / "warm.yaml").write_text("data: {}\ntrainer: {}\n")
     for names, said in (
         (["own.yaml"], "engine.rows is 0; it must be at least 1"),
+        (["null.yaml"], "must be a table of keys and values"),
         (["nowhere.yaml"], "--config 'nowhere.yaml' is not a file; check the path."),
         (["default.yaml"], "settings, which belong to `sparse-rl train`; give it there."),
         (["warm.yaml"], "warm.yaml has data settings, which belong to `sparse-rl sft`; give it there."),
