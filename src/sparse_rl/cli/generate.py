@@ -25,6 +25,7 @@ DESCRIPTION = """Sample from a model whose KV cache is compressed while it decod
 Prompts come from the arguments, from --prompts FILE (a text file with one prompt a line, or JSONL with a key "prompt"
 that is a string or a list of chat messages), or from standard input.
 
+  sparse-rl generate "Once upon a time" --kv.policy rkv --kv.budget 32 --kv.interval 8 --compare
   sparse-rl generate "c=a7;a=b2;b=c0;a|" --model embedded --kv.policy rkv --kv.budget 64 --kv.interval 16
   sparse-rl generate --prompts prompts.jsonl --model Qwen/Qwen2.5-1.5B --kv.policy snapkv --output samples.jsonl
   sparse-rl generate "c=a7;a=b2;b=c0;a|" --model embedded --kv.policy streaming --kv.budget 24 --kv.interval 8 --compare
@@ -80,7 +81,7 @@ def _parser() -> ArgumentParser:
     parser.add_argument("prompt", nargs="*", default=[], help="prompts")
     add_config(parser)
     parser.add_argument("--prompts", type=str | None, default=None, help="text or JSONL file of prompts; - is stdin")
-    add_model(parser, default="tiny")
+    add_model(parser, default="smollm2")
     parser.add_argument("--output", type=str | None, default=None, help="JSONL file to write instead of stdout")
     parser.add_argument("--compare", action="store_true", help="show dense and sparse side by side")
     add_kv_section(parser)
