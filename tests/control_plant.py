@@ -20,7 +20,8 @@ def grid_of(config=CONFIG, kv=None, *, prompt=20, longest=LONGEST, page_size=64)
 
 
 GRID = grid_of()
-FINE = grid_of(ControlConfig(smallest=22, largest=67, budgets=12, multiple=1), RKV(window=8, interval=8), longest=240)
+FINE_CONFIG = ControlConfig(auto=True, smallest=22, largest=67, budgets=12, multiple=1)
+FINE = grid_of(FINE_CONFIG, RKV(window=8, interval=8), longest=240)
 
 
 def tail(share, *, tokens=4000.0, start=0, hazard=0.0, quantile=0.9, rollouts=ROLLOUTS):

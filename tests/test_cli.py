@@ -10,7 +10,7 @@ import subprocess
 import sys
 
 import pytest
-from commands import run
+from commands import assert_one_sentence, run
 from guarded_run import ERRORS
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -18,12 +18,13 @@ from sparse_rl.model.tiny import tiny_model, tiny_tokenizer
 from sparse_rl.report.progress import ProgressLine
 from sparse_rl.rollout import Engine
 
+TINY = ["generate", "--model", "tiny"]
 SHORT = ["--sampling.stop_ids", "[]", "--sampling.max_tokens", "12"]
 SPARSE = ["--kv.policy", "rkv", "--kv.budget", "16", "--kv.interval", "8"]
 
 
 def test_generate_writes_one_json_line_a_sample():
-    code, out, err = run("generate", "ab", "cde", "--sampling.n", "2", *SHORT, *SPARSE)
+    code, out, err = run(*TINY, "ab", "cde", "--sampling.n", "2", *SHORT, *SPARSE)
     assert code == 0
     rows = sorted((json.loads(line) for line in out.splitlines()), key=lambda row: (row["index"], row["sample"]))
     assert [(row["prompt"], row["sample"]) for row in rows] == [("ab", 0), ("ab", 1), ("cde", 0), ("cde", 1)]
@@ -33,15 +34,23 @@ def test_generate_writes_one_json_line_a_sample():
     assert "tok/s" in err and "rows in flight" in err and "KV held" in err
 
 
+def test_without_a_model_it_is_one_that_writes_text(monkeypatch):
+    def load(name, **_):
+        raise ValueError(f"{name} is asked for")
+
+    monkeypatch.setattr("sparse_rl.model.load.load", load)
+    assert_one_sentence(run("generate", "Once upon a time"), "smollm2 is asked for")
+
+
 def test_prompts_from_a_text_file_jsonl_and_stdin(tmp_path, monkeypatch):
     (tmp_path / "a.txt").write_text("one\n\ntwo\n")
-    _, out, _ = run("generate", "--prompts", str(tmp_path / "a.txt"), *SHORT)
+    _, out, _ = run(*TINY, "--prompts", str(tmp_path / "a.txt"), *SHORT)
     assert [json.loads(line)["prompt"] for line in out.splitlines()] == ["one", "two"]
     (tmp_path / "a.jsonl").write_text('{"prompt": "x\\ny"}\n')
-    _, out, _ = run("generate", "--prompts", str(tmp_path / "a.jsonl"), *SHORT)
+    _, out, _ = run(*TINY, "--prompts", str(tmp_path / "a.jsonl"), *SHORT)
     assert [json.loads(line)["prompt"] for line in out.splitlines()] == ["x\ny"]
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("\ufefffrom stdin\n".encode())))
-    _, out, _ = run("generate", *SHORT)
+    _, out, _ = run(*TINY, *SHORT)
     assert [json.loads(line)["prompt"] for line in out.splitlines()] == ["from stdin"]
 
 
@@ -52,7 +61,7 @@ def test_chat_messages_use_the_models_template(tmp_path):
     tokenizer.chat_template = turns + "{% if add_generation_prompt %}assistant:{% endif %}"
     tokenizer.save_pretrained(tmp_path / "model")
     (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": [{"role": "user", "content": "hi"}]}) + "\n")
-    arguments = ["generate", "--prompts", str(tmp_path / "a.jsonl"), *SHORT]
+    arguments = [*TINY, "--prompts", str(tmp_path / "a.jsonl"), *SHORT]
     _, out, _ = run(*arguments, "--model", str(tmp_path / "model"))
     assert json.loads(out)["prompt"] == "user: hi\nassistant:"
     code, _, err = run(*arguments)
@@ -67,7 +76,7 @@ def test_chat_messages_use_the_models_template(tmp_path):
 def test_compare_shows_both_and_the_overlap_of_every_token(tmp_path):
     output = tmp_path / "out.jsonl"
     prompt = "a prompt of more than sixteen tokens"
-    code, out, _ = run("generate", prompt, "--compare", "--output", str(output), *SHORT, *SPARSE)
+    code, out, _ = run(*TINY, prompt, "--compare", "--output", str(output), *SHORT, *SPARSE)
     assert code == 0 and "dense" in out and "sparse" in out and "overlap mean" in out and "KV saved" in out
     row = json.loads(output.read_text())
     assert len(row["overlap"]) == len(row["dense_logprobs"]) == 12
@@ -82,14 +91,14 @@ def test_compare_shows_both_and_the_overlap_of_every_token(tmp_path):
 @pytest.mark.parametrize("compare", [[], ["--compare"]])
 def test_a_cache_that_was_never_cut_is_told_of(compare):
     uncut = ["--kv.policy", "streaming", "--kv.budget", "8"]  # of which the interval is 128
-    code, _, err = run("generate", "ab", *compare, *SHORT, *uncut)
+    code, _, err = run(*TINY, "ab", *compare, *SHORT, *uncut)
     assert code == 0 and "no cache was cut: none grew to kv.budget + kv.interval, 8 + 128 entries" in err
-    assert "no cache was cut" not in run("generate", "a prompt of more than sixteen tokens", *SHORT, *SPARSE)[2]
+    assert "no cache was cut" not in run(*TINY, "a prompt of more than sixteen tokens", *SHORT, *SPARSE)[2]
 
 
 def test_compare_of_a_policy_that_chooses_pages():
     chosen = ["--kv.policy", "pages_mean", "--kv.budget", "48"]
-    code, out, err = run("generate", "a prompt of many tokens " * 6, "--compare", *SHORT, *chosen)
+    code, out, err = run(*TINY, "a prompt of many tokens " * 6, "--compare", *SHORT, *chosen)
     assert code == 0, err
     assert int(re.search(r"KV saved 0 %, read (\d+) %", out)[1]) < 100, "it holds everything and reads less"
 
@@ -98,7 +107,7 @@ def test_compare_of_a_large_vocabulary_gives_bounds(tmp_path, monkeypatch):
     monkeypatch.setattr("sparse_rl.objective.mismatch.EXACT_VOCABULARY", 10)
     output = tmp_path / "out.jsonl"
     arguments = ["a prompt of more than sixteen tokens", "--sampling.temperature", "0.5", "--output", str(output)]
-    _, out, _ = run("generate", *arguments, "--compare", *SHORT, *SPARSE)
+    _, out, _ = run(*TINY, *arguments, "--compare", *SHORT, *SPARSE)
     row = json.loads(output.read_text())
     assert "lower bound" in out
     assert all(a <= b for a, b in zip(row["overlap"], row["overlap_upper"], strict=True))
@@ -111,7 +120,7 @@ def test_logits_that_are_not_finite_exit_with_1(monkeypatch):
         raise FloatingPointError("not finite")
 
     monkeypatch.setattr(Engine, "generate", fail)
-    code, _, err = run("generate", "a")
+    code, _, err = run(*TINY, "a")
     assert code == 1 and "not finite" in err
 
 
@@ -129,25 +138,59 @@ def test_memory_that_runs_out_is_one_sentence(error, monkeypatch):
 
 
 def test_dtype_is_used():
-    rows = [json.loads(run("generate", "abc", "--dtype", d, *SHORT)[1]) for d in ("float32", "bfloat16")]
+    rows = [json.loads(run(*TINY, "abc", "--dtype", d, *SHORT)[1]) for d in ("float32", "bfloat16")]
     assert rows[0]["sampler_logprobs"] != rows[1]["sampler_logprobs"]
 
 
 def test_settings_from_a_file_and_flags_over_it(tmp_path):
     config = tmp_path / "config.yaml"
     config.write_text("kv: {policy: streaming, budget: 8, interval: 4}\nsampling: {max_tokens: 5, stop_ids: []}\n")
-    _, out, _ = run("generate", "abc", "--config", str(config), "--sampling.max_tokens", "20")
+    _, out, _ = run(*TINY, "abc", "--config", str(config), "--sampling.max_tokens", "20")
     row = json.loads(out)
     assert len(row["token_ids"]) == 20 and max(row["kv"]["held"]) == 12
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        [*TINY, "abc"],
+        ["eval", "--models", "tiny", "--benchmarks", "lookup", "--dry-run"],
+        ["calibrate", "--model", "tiny", "--dry-run"],
+    ],
+    ids=lambda command: command[0],
+)
+def test_every_command_reads_files_as_train_does(command, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "base.yaml").write_text("engine: {rows: 0}\n")
+    (tmp_path / "own.yaml").write_text("base: base.yaml\ndevice: cpu\n")
+    (tmp_path / "null.yaml").write_text("engine: null\n")
+    (tmp_path / "warm.yaml").write_text("data: {}\ntrainer: {}\n")
+    for names, said in (
+        (["own.yaml"], "engine.rows is 0; it must be at least 1"),
+        (["null.yaml"], "must be a table of keys and values"),
+        (["nowhere.yaml"], "--config 'nowhere.yaml' is not a file; check the path."),
+        (["default.yaml"], "settings, which belong to `sparse-rl train`; give it there."),
+        (["warm.yaml"], "warm.yaml has data settings, which belong to `sparse-rl sft`; give it there."),
+        ([], "--config needs the name of a file or a recipe."),
+    ):
+        assert_one_sentence(run(*command, "--config", *names), said)
+
+
+def test_one_text_tells_of_files():
+    texts = set()
+    for command in ("train", "sft", "plan", "eval", "generate", "calibrate"):
+        found = re.search(r"  --config CONFIG +(.*?)\n +--", run(command, "--help")[1], flags=re.DOTALL)
+        texts.add(" ".join(found[1].split()))
+    assert len(texts) == 1 and "a recipe's name" in texts.pop()
+
+
 def test_stop_strings_and_ids_as_flags():
-    _, out, _ = run("generate", "abc", "--sampling.max_tokens", "300", "--sampling.stop", "é")
+    _, out, _ = run(*TINY, "abc", "--sampling.max_tokens", "300", "--sampling.stop", "é")
     assert json.loads(out)["finish_reason"] in ("stop", "stop_string")
-    _, out, _ = run("generate", "--sampling.stop", '["a", "b"]', "--sampling.max_tokens", "300", "abc")
+    _, out, _ = run(*TINY, "--sampling.stop", '["a", "b"]', "--sampling.max_tokens", "300", "abc")
     assert json.loads(out)["completion"][-1] in "ab" or json.loads(out)["finish_reason"] == "stop"
     every = str(list(range(259)))
-    _, out, _ = run("generate", "abc", "--sampling.max_tokens", "300", "--sampling.stop_ids", every)
+    _, out, _ = run(*TINY, "abc", "--sampling.max_tokens", "300", "--sampling.stop_ids", every)
     assert len(json.loads(out)["token_ids"]) == 1
 
 
@@ -206,49 +249,48 @@ def refused_models(tmp_path_factory) -> dict[str, str]:
 
 @pytest.mark.parametrize(("name", "message"), [("sinks", "s_aux"), ("convolution", "conv"), ("dropout", "dropout")])
 def test_unsupported_models(name, message, refused_models):
-    code, out, err = run("generate", "a", "--model", refused_models[name])
+    code, out, err = run(*TINY, "a", "--model", refused_models[name])
     assert (code, out) == (2, "") and message in err.splitlines()[-1]
 
 
 BAD = {
     "no command": ([], "usage"),
     "unknown command": (["genrate", "a"], "unknown command 'genrate'"),
-    "wrong model path": (["generate", "a", "--model", "./no/such/model"], "neither a folder nor a hub name"),
+    "wrong model path": ([*TINY, "a", "--model", "./no/such/model"], "neither a folder nor a hub name"),
     "budget below protected": (
-        ["generate", "a", "--kv.policy", "rkv", "--kv.budget", "4"],
+        [*TINY, "a", "--kv.policy", "rkv", "--kv.budget", "4"],
         "kv.budget is 4, but the protected entries alone are 8 (sinks 0 + newest 8); raise it to 8",
     ),
-    "unknown policy": (["generate", "a", "--kv.policy", "rvk"], "did you mean 'rkv'"),
-    "policy without that key": (["generate", "a", "--kv.policy", "streaming", "--kv.window", "4"], "not a setting"),
-    "unknown key": (["generate", "a", "--kv.bugdet", "4"], "did you mean --kv.budget"),
-    "a word for a number": (["generate", "a", "--kv.sinks", "many"], "kv.sinks is 'many', which is not of type int"),
+    "unknown policy": ([*TINY, "a", "--kv.policy", "rvk"], "did you mean 'rkv'"),
+    "policy without that key": ([*TINY, "a", "--kv.policy", "streaming", "--kv.window", "4"], "not a setting"),
+    "unknown key": ([*TINY, "a", "--kv.bugdet", "4"], "did you mean --kv.budget"),
+    "a word for a number": ([*TINY, "a", "--kv.sinks", "many"], "kv.sinks is 'many', which is not of type int"),
     "a word for a budget": (
-        ["generate", "a", "--kv.policy", "rkv", "--kv.budget", "many"],
+        [*TINY, "a", "--kv.policy", "rkv", "--kv.budget", "many"],
         "kv.budget is 'many', which is neither a whole number nor a file nor a published schedule",
     ),
-    "a word for a choice": (["generate", "a", "--kv.policy", "rkv", "--kv.order", "up"], "kv.order is 'up'; choose"),
-    "a word for a flag": (["generate", "a", "--kv.protect_prompt", "maybe"], "kv.protect_prompt is 'maybe'"),
-    "long prompt": (["generate", "a" * 9000], "the model's context is 8192"),
-    "empty prompt": (["generate", ""], "prompt 0 is empty"),
+    "a word for a choice": ([*TINY, "a", "--kv.policy", "rkv", "--kv.order", "up"], "kv.order is 'up'; choose"),
+    "a word for a flag": ([*TINY, "a", "--kv.protect_prompt", "maybe"], "kv.protect_prompt is 'maybe'"),
+    "long prompt": ([*TINY, "a" * 9000], "the model's context is 8192"),
+    "empty prompt": ([*TINY, ""], "prompt 0 is empty"),
     "small pool": (
-        ["generate", "a", "--engine.pool_pages", "2", "--sampling.max_tokens", "999"],
+        [*TINY, "a", "--engine.pool_pages", "2", "--sampling.max_tokens", "999"],
         "set engine.pool_pages to at least 16",
     ),
-    "missing file": (["generate", "--prompts", "no-such-file.txt"], "no-such-file.txt"),
-    "unknown dtype": (["generate", "a", "--dtype", "float12"], "dtype 'float12'"),
-    "unknown device": (["generate", "a", "--device", "nonsense"], "nonsense"),
-    "prompts twice": (["generate", "a", "--prompts", "b.txt"], "use one"),
-    "compare dense": (["generate", "a", "--compare"], "is dense"),
-    "compare with top": (["generate", "a", "--compare", *SPARSE, "--sampling.top_logprobs", "3"], "leave out"),
-    "abbreviation": (["generate", "a", "--kv.bud", "16"], "unknown option 'kv.bud'"),
-    "tiny temperature": (["generate", "a", "--sampling.temperature", "1e-39"], "sampling.temperature"),
-    "not unicode": (["generate", "a\ud800"], "the tokenizer cannot read"),
-    "huge pool": (["generate", "a", "--engine.pool_pages", "1000000000000"], "cannot be allocated"),
-    "stop id out of range": (["generate", "a", "--sampling.stop_ids", "300"], "sampling.stop_ids has 300"),
-    "missing output folder": (["generate", "a", "--output", "/no/such/folder/x.jsonl"], "/no/such/folder/x.jsonl"),
-    "prompt file is a folder": (["generate", "--prompts", "/"], "Is a directory"),
-    "compare truncated": (["generate", "a", "--compare", *SPARSE, "--sampling.top_p", "0.9"], "whole distribution"),
-    "config without file": (["generate", "a", "--config", "nowhere.yaml"], "nowhere.yaml"),
+    "missing file": ([*TINY, "--prompts", "no-such-file.txt"], "no-such-file.txt"),
+    "unknown dtype": ([*TINY, "a", "--dtype", "float12"], "dtype 'float12'"),
+    "unknown device": ([*TINY, "a", "--device", "nonsense"], "nonsense"),
+    "prompts twice": ([*TINY, "a", "--prompts", "b.txt"], "use one"),
+    "compare dense": ([*TINY, "a", "--compare"], "is dense"),
+    "compare with top": ([*TINY, "a", "--compare", *SPARSE, "--sampling.top_logprobs", "3"], "leave out"),
+    "abbreviation": ([*TINY, "a", "--kv.bud", "16"], "unknown option 'kv.bud'"),
+    "tiny temperature": ([*TINY, "a", "--sampling.temperature", "1e-39"], "sampling.temperature"),
+    "not unicode": ([*TINY, "a\ud800"], "the tokenizer cannot read"),
+    "huge pool": ([*TINY, "a", "--engine.pool_pages", "1000000000000"], "cannot be allocated"),
+    "stop id out of range": ([*TINY, "a", "--sampling.stop_ids", "300"], "sampling.stop_ids has 300"),
+    "missing output folder": ([*TINY, "a", "--output", "/no/such/folder/x.jsonl"], "/no/such/folder/x.jsonl"),
+    "prompt file is a folder": ([*TINY, "--prompts", "/"], "Is a directory"),
+    "compare truncated": ([*TINY, "a", "--compare", *SPARSE, "--sampling.top_p", "0.9"], "whole distribution"),
 }
 
 
@@ -275,22 +317,22 @@ def test_bad_input_gets_one_sentence(case):
 )
 def test_bad_prompt_files(content, message, tmp_path):
     (tmp_path / "a.jsonl").write_bytes(content)
-    code, _, err = run("generate", "--prompts", str(tmp_path / "a.jsonl"))
+    code, _, err = run(*TINY, "--prompts", str(tmp_path / "a.jsonl"))
     assert code == 2 and message in err
 
 
 def test_prompts_with_unusual_characters(tmp_path):
     """A byte-order mark, CRLF, separators that are no newline, brackets that rich would read as markup."""
     (tmp_path / "a.txt").write_bytes('\ufeff{"prompt": "a\u2028b"}\r\n{"prompt": "c"}\r\n'.encode())
-    _, out, _ = run("generate", "--prompts", str(tmp_path / "a.txt"), *SHORT)
+    _, out, _ = run(*TINY, "--prompts", str(tmp_path / "a.txt"), *SHORT)
     assert sorted(json.loads(line)["prompt"] for line in out.splitlines()) == ["a\u2028b", "c"]
-    code, out, _ = run("generate", "[/x] [bold]hi[/bold] long enough", "--compare", *SHORT, *SPARSE)
+    code, out, _ = run(*TINY, "[/x] [bold]hi[/bold] long enough", "--compare", *SHORT, *SPARSE)
     assert code == 0 and "[/x] [bold]hi[/bold]" in out
 
 
 def test_output_is_json_under_truncation():
     arguments = ["--sampling.top_k", "2", "--sampling.top_logprobs", "4"]
-    _, out, _ = run("generate", "abc", *SHORT, *arguments)
+    _, out, _ = run(*TINY, "abc", *SHORT, *arguments)
     row = json.loads(out, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
     assert row["top_logprobs"][0][2:] == [None, None]
 
@@ -306,7 +348,7 @@ def test_what_had_finished_is_written_when_a_run_is_interrupted(tmp_path, monkey
     monkeypatch.setattr(ProgressLine, "show", interrupt)
     output = tmp_path / "out.jsonl"
     arguments = ["--engine.rows", "1", "--sampling.n", "5", "--output", str(output)]
-    code, _, err = run("generate", "abc", *SHORT, *arguments)
+    code, _, err = run(*TINY, "abc", *SHORT, *arguments)
     assert code == 130 and "interrupted" in err
     assert len(output.read_text().splitlines()) == 3
 
@@ -339,18 +381,18 @@ def test_wrong_types_in_a_config_file(text, message, tmp_path):
 
 def test_unknown_keys_in_a_config_file(tmp_path):
     (tmp_path / "c.yaml").write_text("kv: {bugdet: 3}\n")
-    code, _, err = run("generate", "a", "--config", str(tmp_path / "c.yaml"))
+    code, _, err = run(*TINY, "a", "--config", str(tmp_path / "c.yaml"))
     assert code == 2 and "kv.bugdet" in err and "kv.budget" in err
 
 
 def test_existing_output_is_never_overwritten(tmp_path):
     output = tmp_path / "out.jsonl"
     output.write_text("precious")
-    code, _, err = run("generate", "a", "--output", str(output), *SHORT)
+    code, _, err = run(*TINY, "a", "--output", str(output), *SHORT)
     assert code == 2 and "not overwritten" in err and output.read_text() == "precious"
 
 
 def test_a_failed_run_leaves_no_empty_file(tmp_path):
     output = tmp_path / "out.jsonl"
-    code, _, _ = run("generate", "a", "--output", str(output), "--model", "./nowhere")
+    code, _, _ = run(*TINY, "a", "--output", str(output), "--model", "./nowhere")
     assert code == 2 and not output.exists()

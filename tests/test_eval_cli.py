@@ -71,6 +71,27 @@ def test_one_command_gives_samples_tables_and_a_page(data, tmp_path):
     assert before == {path: path.read_bytes() for path in output.rglob("samples.jsonl")}
 
 
+def test_a_resume_may_compute_elsewhere_and_keeps_the_engine_s_settings(data, tmp_path, monkeypatch):
+    line = "eval --model tiny --problems 2 --max-tokens 2 --benchmarks toy"
+    arguments = [*line.split(), "--data-dir", data, "--output", str(tmp_path / "out")]
+    assert "engine.rows 32 on cpu:0" in run(*arguments, "--device", "cpu:0", "--dry-run")[1]
+    assert run(*arguments, "--engine.pool_pages", "64")[0] == 0
+    monkeypatch.setattr("sparse_rl.cli.parsing.CPU_ROWS", 256)  # as on a GPU
+    for more in (
+        ["--device", "cpu:0"],
+        ["--engine.compile", "false", "--engine.graphs", "false"],
+        ["--engine.pool_bytes", "10000000"],
+        ["--engine.rows", "32"],
+    ):
+        code, _, err = run(*arguments, "--resume", *more)
+        assert code == 0 and "2 of them done before" in err, err
+    code, _, err = run(*arguments, "--resume", "--engine.rows", "8")
+    assert code == 2 and "other settings: engine.rows 32 is now 8; resume" in err
+    (tmp_path / "out" / "eval.json").write_text("{}")
+    code, _, err = run(*arguments, "--resume")
+    assert code == 2 and "is damaged" in err
+
+
 def test_the_page_needs_nothing_and_believes_nothing(data, tmp_path):
     output = tmp_path / "out"
     run(*SMALL, "--benchmarks", "toy", "--data-dir", data, "--output", str(output))

@@ -69,7 +69,6 @@ def test_schedules_and_budgets_that_follow_the_tail(evidence, tmp_path):
     import part_g
     import work
 
-    from sparse_rl.train.control import ControlConfig
     from sparse_rl.train.distill import DistillConfig
 
     assert part_g.cells(cells.LONG) == []
@@ -86,9 +85,8 @@ def test_schedules_and_budgets_that_follow_the_tail(evidence, tmp_path):
     others = {cell.name for make in pool._makers() if make is not part_g.cells for cell in make(cells.SHORT)}
     assert others.isdisjoint(run.name for run in runs)
     for run in runs:
-        control, distill = (run.settings.get(name, {}) for name in ("control", "distill"))
-        assert ControlConfig(**control).auto == run.settings["arm"].startswith("auto")
-        assert DistillConfig(**distill).r == (8 if "distill" in run.settings["arm"] else 0)
+        assert work.control_of(run.settings).auto == run.settings["arm"].startswith("auto")
+        assert DistillConfig(**run.settings.get("distill", {})).r == (8 if "distill" in run.settings["arm"] else 0)
     assert len({pool._kind(run) for run in runs}) == 2  # an adapter takes longer
     (tmp_path / calibrate.name).mkdir()
     (tmp_path / calibrate.name / "config.json").write_text('{"0.02": "32@0", "0.86": "41@0+44@60"}')

@@ -33,6 +33,20 @@ def test_a_run_that_fits_and_one_that_does_not():
         assert f"\n{part} " in out
 
 
+@pytest.mark.parametrize(
+    ("policy", "named"),
+    [
+        ([], "dense cache"),
+        (["quest", "--kv.budget", "64"], "quest 64"),
+        (["quest", "--kv.budget", "auto"], "quest up to "),
+        (["rkv", "--kv.budget", "64", "--kv.interval", "8"], "rkv 64+8"),
+    ],
+)
+def test_the_policy_is_named_whether_it_evicts_or_not(policy, named):
+    _, out, err = run("plan", "--model", "tiny", *(["--kv.policy", *policy] if policy else []))
+    assert not err and f" rows, {named}" in out and ("dense cache" in out) == (not policy)
+
+
 def test_the_numbers_are_sums_of_their_parts():
     code, found = plan(*SHAPE, "--memory", "30GB", "--kv.policy", "rkv", "--loss.beta", "0.1")
     assert code == 1 and not found["fits"]

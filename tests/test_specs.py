@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from dataclasses import dataclass
 from typing import Literal
 
 import pytest
 
-from sparse_rl.specs import build
+from sparse_rl.specs import build, renamed
 
 
 @dataclass(frozen=True)
@@ -98,3 +99,16 @@ def test_a_maker_s_own_error_loses_its_section():
 
     with pytest.raises(ValueError, match=r"^cache 'small:1': budget is 1; it must be larger\.$"):
         build("cache", "small:1", {"small": refuses}, first="budget")
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("--", "--top-p is 2 (--top-k, too); not of a/kv.top_p or 'kv.top_p'"),
+        ("eval.", "eval.top_p is 2 (eval.top_k, too); not of a/kv.top_p or 'kv.top_p'"),
+        ("", "top_p is 2 (top_k, too); not of a/kv.top_p or 'kv.top_p'"),
+    ],
+)
+def test_a_setting_has_the_name_that_its_reader_knows(name, said):
+    with pytest.raises(ValueError, match=f"^{re.escape(said)}$"), renamed("kv", name):
+        raise ValueError("kv.top_p is 2 (kv.top_k, too); not of a/kv.top_p or 'kv.top_p'")

@@ -24,6 +24,13 @@ BAD = {
     "unknown advantage": (["--trainer.advantage", "gae"], "trainer.advantage is 'gae'; choose one of"),
     "unknown loss": (["--loss_type", "ppo"], "loss_type is 'ppo'; grpo, dr_grpo, dapo, bnpo say how"),
     "a surrogate as a loss": (["--loss_type", "cispo"], "loss.surrogate has cispo"),
+    "another surrogate's bound": (["--loss.cispo_max", "3"], "loss.cispo_max is given, but loss.surrogate is 'ppo'"),
+    "a bound that cispo does not read": (
+        ["--loss.surrogate", "cispo", "--epsilon", "0.1"],
+        "loss.clip_low is given, but loss.surrogate is 'cispo'",
+    ),
+    "a lower bound under 0": (["--loss.clip_low", "3"], "loss.clip_low is 3.0; it must be at most 1"),
+    "a budget's end that does not move": (["--control.largest", "64"], "control.largest is given, but the budget does"),
     "negative steps": (["--trainer.steps", "-1"], "trainer.steps is -1; it must be at least 0"),
     "one sample": (["--sampling.n", "1"], "sampling.n is 1, but advantage 'grpo' compares the completions"),
     "top_p": (["--sampling.top_p", "0.9"], "sampling.top_p is 0.9, but training samples from the whole distribution"),

@@ -117,6 +117,28 @@ def test_flags_win_over_a_file_that_comes_after_them(config):
     assert resolved("--trainer.steps", "7", "--config", path)["trainer.steps"] == 7
 
 
+def test_a_flag_may_choose_another_surrogate_or_a_budget_that_stands(config, tmp_path):
+    """What only the file's own choice reads does not stand in the way."""
+    cispo = resolved("--config", "qwen3-1.7b.yaml", "--loss.surrogate", "cispo")
+    assert (cispo["loss.delta"], cispo["loss.clip_high"], cispo["loss.surrogate"]) == (None, None, "cispo")
+    auto = {"kv": {"policy": "rkv", "budget": "auto"}, "control": {"largest": 640, "bin": 300, "target": 0.9}}
+    file = ["--config", config(auto)]
+    moves = resolved(*file)
+    assert (moves["control.auto"], moves["control.largest"], moves["control.bin"]) == (True, 640, 300)
+    for still in (["--kv.budget", "48"], ["--kv.policy", "full"]):
+        found = resolved(*file, *still)
+        assert (found["control.auto"], found["control.largest"], found["control.bin"]) == (False, None, 300)
+    run = tmp_path / "run"
+    run.mkdir()
+    record = {"task": {"name": "chain"}, "kv": {"policy": "rkv", "budget": 64}, "trainer": {"steps": 9}}
+    record["control"] = auto["control"] | {"auto": True, "hazard": 1e-4}
+    (run / "run.json").write_text(json.dumps({"config": record}))
+    resume = ["--trainer.output_dir", str(run), "--trainer.resume_from_checkpoint", "true"]
+    found = [resolved(*resume, *more) for more in ([], ["--kv.budget", "auto"], ["--kv.budget", "48"])]
+    assert [each["control.auto"] for each in found] == [True, True, False]
+    assert [each["control.largest"] for each in found] == [640, 640, None]
+
+
 def test_a_flag_may_name_another_policy_than_the_recipe():
     settings = resolved("--kv.policy", "full", "--correction.preset", "none")
     assert settings["kv.policy"] == "full"

@@ -36,7 +36,7 @@ from sparse_rl.rollout import Engine, EngineConfig, Sampling
 from sparse_rl.score import score
 from sparse_rl.tasks import Chain
 from sparse_rl.train import OptimizerConfig, Trainer, TrainerConfig, UpdateConfig
-from sparse_rl.train.control import ControlConfig
+from sparse_rl.train.control import OF_AUTO, ControlConfig
 from sparse_rl.train.distill import DistillConfig
 from sparse_rl.train.observer import Observer
 from sparse_rl.types import Rollout, kv_saved_frac
@@ -105,7 +105,7 @@ def train(cell: Cell, device: str, models: Path) -> dict[str, Any]:
         ),
         optimizer=OptimizerConfig(learning_rate=bed["lr"], schedule="linear", beta2=0.98),
         eval=EvalConfig(prompts=0),
-        control=ControlConfig(**settings.get("control", {})),
+        control=control_of(settings),
         distill=DistillConfig(**settings.get("distill", {})),
         config=TrainerConfig(
             output_dir=str(scratch / "run"),
@@ -337,6 +337,12 @@ def budget_of(settings: dict[str, Any], models: Path) -> int | str:
         return budget
     steps: dict[str, str] = json.loads((models / budget / "config.json").read_text())
     return steps[f"{settings['target']:g}"]
+
+
+def control_of(settings: dict[str, Any]) -> ControlConfig:
+    """Of a budget that does not move, what is measured of it."""
+    control = settings.get("control", {})
+    return ControlConfig(**{k: v for k, v in control.items() if control["auto"] or k not in OF_AUTO})
 
 
 def policy_of(name: str, budget: int | str, bed: dict[str, Any]) -> KVPolicy:

@@ -55,7 +55,7 @@ def build_kv(section: Namespace) -> KVPolicy:
     """The policy with the settings that were given."""
     from sparse_rl.kv import build_policy
 
-    return build_policy(**_given(section))
+    return build_policy(**given_of(section))
 
 
 def add_task_section(parser: ArgumentParser) -> None:
@@ -68,7 +68,7 @@ def build_task(section: Namespace) -> TaskConfig:
     """The task's settings; `build` makes the task."""
     from sparse_rl.tasks import TASKS
 
-    given = _given(section)
+    given = given_of(section)
     name = given.pop("name", None)
     if name not in TASKS:
         raise ValueError(f"task.name is {name!r}; choose one of {', '.join(TASKS)}.")
@@ -97,7 +97,7 @@ def build_correction(section: Namespace) -> Correction:
     """The preset with the fields that were given."""
     from sparse_rl.objective.correction import PRESETS
 
-    given = _given(section)
+    given = given_of(section)
     preset = given.pop("preset", None)
     if preset not in PRESETS:
         raise ValueError(f"correction.preset is {preset!r}; choose one of {', '.join(PRESETS)}.")
@@ -125,7 +125,8 @@ def _by_default(names: dict[str, list[str]]) -> str:
     return "; ".join(shown[default] + ", ".join(of) for default, of in names.items())
 
 
-def _given(section: Namespace) -> dict[str, Any]:
+def given_of(section: Namespace) -> dict[str, Any]:
+    """The settings that somebody gave, or that have a default of their own."""
     return {key: value for key, value in _settings(section).items() if value is not None}
 
 

@@ -6,7 +6,8 @@ rkv:budget=128,interval=32      with settings, each of the type that its field o
 rkv:128                         the first one without its key, where the caller says which that is
 format:{"pattern": "a{1,2}"}    as JSON, where a value has a comma in it
 
-`check_choices` is for settings that come in other ways; `suggestion` and `first_line` are words for any error.
+`check_choices` and `refuse_unused` are for settings that come in other ways; `renamed`, `suggestion` and `first_line`
+are words for any error.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ import inspect
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import fields
 from difflib import get_close_matches
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
@@ -124,6 +126,26 @@ def check_choices(settings: Any, section: str) -> None:
         if get_origin(hint) is Literal and getattr(settings, name) not in get_args(hint):
             choices = ", ".join(get_args(hint))
             raise ValueError(f"{section}.{name} is {getattr(settings, name)!r}; choose one of {choices}.")
+
+
+def refuse_unused(settings: Any, section: str, why: str, *names: str) -> None:
+    """Raise if one of these settings, which nothing reads, is not the default; all of them, if none are named."""
+    for field in fields(settings):
+        if (not names or field.name in names) and getattr(settings, field.name) != field.default:
+            raise ValueError(f"{section}.{field.name} is given, but {why}.")
+
+
+@contextmanager
+def renamed(section: str, name: str) -> Iterator[None]:
+    """Errors inside call a section's settings what their reader does: `sampling.top_p` is `eval.top_p`, or `--top-p`.
+
+    name: stands for `section` and its dot; behind "--" the setting is spelt as a flag
+    """
+    try:
+        yield
+    except ValueError as error:
+        spelt = (lambda found: "--" + found[1].replace("_", "-")) if name == "--" else rf"{name}\1"
+        raise ValueError(re.sub(rf"(?<![^\s(]){section}\.(\w+)", spelt, str(error))) from error
 
 
 def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

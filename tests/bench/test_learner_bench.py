@@ -74,6 +74,8 @@ def test_measurements_of_other_settings_have_other_names():
     ("arguments", "message"),
     [
         (["--sequences", "12"], "must be a multiple of 8"),
+        (["--spread", "foo"], "--spread is 'foo'; choose one of lognormal, equal"),
+        (["--seed", "99999999999999999999"], "--seed is 99999999999999999999; it must be at least 0 and below 2^63"),
         (["--spread", "uniform"], "choose one of lognormal, equal"),
         (["--against", "verl"], "choose among trl"),
         (["--sigma", "-1"], "must be 0 or more"),

@@ -251,7 +251,12 @@ def test_the_command(tmp_path, monkeypatch):
         (["--temperature", "0"], "training samples"),
         (["--num-prompts", "0"], "--num-prompts is 0"),
         (["--prompts", "a.jsonl", "--benchmarks", "gsm8k"], "both with --prompts and with --benchmarks"),
-        (["--kv", "rkv", "--budgets", "4"], "kv.budget is 4"),
+        (["--kv", "rkv", "--budgets", "4"], "error: budget is 4, but the protected entries"),
+        (["--max-tokens", "0"], "--max-tokens is 0"),
+        (["--benchmarks", "gsm8k", "--task.name", "nosuch"], "task.name is given, but prompts are those of --b"),
+        (["--prompts", "a.jsonl", "--task.letters", "3"], "task.letters is given, but prompts are those of --prompts"),
+        (["--data-dir", "/nonexistent"], "--data-dir is '/nonexistent', but there are no --benchmarks; name some"),
+        (["--prompts", "a.jsonl", "--data-dir", "."], "but there are no --benchmarks"),
         (["--targett", "0.9"], "did you mean --target?"),
     ],
 )
@@ -293,7 +298,7 @@ def test_cost_command():
         ("--output", "100000000000", "--output is 100000000000; it must be from 1 to 16777216"),
         ("--pages", "0", "--pages has 0 among them"),
         ("--contexts", str(10**29), "among them; they must be from 1 to 16777216"),
-        ("--budget", "²", "kv.budget is '²', which is neither a whole number"),
+        ("--budget", "²", "error: --budget is '²', which is neither a whole number"),
     ):
         code, _, err = run("calibrate", "cost", flag, value)
         assert code == 2 and said in err, err

@@ -7,7 +7,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
+from commands import assert_one_sentence, run
 
+from sparse_rl.bench.roofline import device_limits
 from sparse_rl.calibrate.cost import (
     Machine,
     Model,
@@ -19,10 +22,11 @@ from sparse_rl.calibrate.cost import (
     speed_up,
     step_s,
 )
+from sparse_rl.calibrate.gpus import GPUS, gpu_of
 from sparse_rl.cli.calibrate_cost import shape_model
 from sparse_rl.kv import RKV, Full
 from sparse_rl.kv.schedule import Schedule, constant, load
-from sparse_rl.plan.device import GPUS
+from sparse_rl.plan.device import choose_device
 
 WORK = {"n": 8, "prompt": 200, "output": 37_000}
 SMALL = Model(name="x", parameters=60, weights=50, layers=4, heads=4, kv_heads=2, head_dim=3, vocabulary=7)
@@ -114,9 +118,40 @@ def test_how_policies_read():
         Reading.of(Full(), 64)
 
 
-def test_gpus_are_those_of_the_plan():
-    from sparse_rl.calibrate import cost
+@pytest.mark.parametrize("command", [["plan"], ["calibrate", "cost"]])
+def test_a_gpu_that_is_not_known_gets_the_nearest_name(command):
+    assert_one_sentence(run(*command, "--gpu", "h20"), "--gpu 'h20' is unknown (did you mean 'h200'?); choose one of")
 
-    assert set(cost.GPUS) <= set(GPUS)
-    with pytest.raises(ValueError, match="--gpu 'h300' is unknown"):
-        gpu("h300")
+
+def test_one_table_has_the_gpus_of_every_command():
+    code, out, _ = run("plan", "--model", "tiny", "--gpu", "rtx-pro-6000")
+    assert code == 0 and "RTX-PRO-6000 (101.9 GB)" in out
+    unknown = ["calibrate", "cost", "--gpu", "rtx-pro-6000"]
+    assert_one_sentence(run(*unknown, "--flops", "1e14"), "is not known here; give --bandwidth and --flops")
+    assert run(*unknown, "--flops", "1e14", "--bandwidth", "1e12")[0] == 0
+    for name, known in GPUS.items():
+        assert choose_device("cpu", gpu=name.upper()).memory == int(known.memory * 2**30) > 10**10
+        assert known.bandwidth is None or gpu(name).bandwidth == pytest.approx(4.19 / 4.8 * known.bandwidth)
+
+
+@pytest.mark.parametrize(
+    ("device", "name"),
+    [
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H100 PCIe", None),  # which is slower
+        ("NVIDIA A100-SXM4-80GB", "a100-80"),
+        ("NVIDIA A100-PCIE-40GB", "a100-40"),
+        ("NVIDIA L40S", "l40s"),
+        ("NVIDIA L4", "l4"),
+        ("NVIDIA A10G", None),
+        ("Tesla T4", "t4"),
+        ("NVIDIA GeForce RTX 4090", "4090"),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "rtx-pro-6000"),
+    ],
+)
+def test_a_gpu_at_hand_is_known_by_the_name_that_torch_has(device, name):
+    assert gpu_of(device) == name
+    known = name not in (None, "rtx-pro-6000")
+    limits = (gpu(name).bandwidth, gpu(name).flops) if known else (None, None)
+    assert device_limits(device, torch.bfloat16) == limits

@@ -164,7 +164,7 @@ def test_a_cache_reads_as_the_engine_samples(policy, tiny, prompts):
 
 def test_the_answer_is_the_dense_models(tiny, prompts):
     loaded, (prompt,) = tiny(), prompts(9)
-    text = answer(loaded, Prompt(ids=tuple(prompt)), max_tokens=12, temperature=0.0, seed=0)
+    text = answer(loaded, Prompt(ids=tuple(prompt)), Sampling(max_tokens=12, temperature=0.0))
     (rollout,) = Engine(loaded, Full()).generate([prompt], Sampling(max_tokens=12, temperature=0.0))
     assert text.ids == (*prompt, *rollout.token_ids.tolist()) and len(text.pieces) == len(text.ids)
     assert text.contexts == range(9, len(text.ids))
@@ -247,10 +247,14 @@ def test_without_matplotlib_there_is_still_the_page(tmp_path, capsys, monkeypatc
     [
         (["--kv", "rkv:40", "rkv:40"], "--kv has 'rkv:40' twice; give it once."),
         (["--kv", "rkv:40", "full", "rkv:budget=40"], "'rkv:40' and 'rkv:budget=40', which are the same cache"),
-        (["--kv", "quest:64", "pages_mean:32"], "cache 'pages_mean:32': kv.budget is 32, but the pages always read"),
+        (["--kv", "quest:64", "pages_mean:32"], "cache 'pages_mean:32': budget is 32, but the pages always read"),
         (["--kv", "rkv:budget=64,select=quest,select_budget=192"], "no more than 192 entries are ever held"),
         (["--prompt", "@BINARY"], "line 1 of BINARY is not text in UTF-8"),
-        (["--model", "nowhere", "--output", "BINARY/out"], "BINARY/out: Not a directory"),  # before a model is sought
+        (["--model", "nowhere", "--output", "BINARY/out"], "made: BINARY is a file"),  # before a model is sought
+        (["--max-tokens", "0"], "--max-tokens is 0; it must be at least 1"),
+        (["--temperature", "-1"], "--temperature is -1"),
+        (["--seed", str(1 << 63)], "--seed is 9223372036854775808"),
+        (["--prompt", ""], "--prompt is empty"),
     ],
 )
 def test_what_cannot_be_inspected_is_named(arguments, said, tmp_path, monkeypatch, capsys):
@@ -258,4 +262,4 @@ def test_what_cannot_be_inspected_is_named(arguments, said, tmp_path, monkeypatc
     (tmp_path / "BINARY").write_bytes(b"\xff\xfe\x93")
     with pytest.raises(SystemExit):
         main(["inspect", "--model", "tiny", *arguments])
-    assert said in capsys.readouterr().err
+    assert said in capsys.readouterr().err and [path.name for path in tmp_path.iterdir()] == ["BINARY"]

@@ -69,15 +69,9 @@ def our_loss(aggregation, surrogate, low, high, delta, beta, seed):
     rows = torch.arange(len(LENGTHS))[:, None].expand_as(mask)[mask]
     learner = learner[mask].clone().requires_grad_()
     everything = torch.ones_like(rows, dtype=torch.bool)
-    config = LossConfig(
-        surrogate=surrogate,
-        clip_low=low,
-        clip_high=high,
-        cispo_max=high,
-        delta=delta,
-        beta=beta,
-        aggregation=aggregation,
-    )
+    bounds = {"clip_low": low, "clip_high": high, "delta": delta}
+    bounds = {"cispo_max": high} if surrogate == "cispo" else bounds
+    config = LossConfig(surrogate=surrogate, beta=beta, aggregation=aggregation, **bounds)
     output = policy_loss(
         learner,
         dense[mask],

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from sparse_rl.plan import Device
-from sparse_rl.plan.device import GPUS, choose_device, parse_bytes
+from sparse_rl.plan.device import choose_device, parse_bytes
 
 
 @pytest.mark.parametrize(
@@ -25,7 +25,6 @@ def test_bytes_nobody_can_read(text):
 
 def test_devices():
     assert choose_device("cpu", memory="24GB") == Device(name="a GPU of 24.0 GB", memory=24 * 10**9)
-    assert all(choose_device("cpu", gpu=name.upper()).memory > 10**10 for name in GPUS)
     assert not choose_device("cpu").cuda
     with pytest.raises(ValueError, match="did you mean 'h200'"):
         choose_device("cpu", gpu="h20")

@@ -9,13 +9,12 @@ import json
 import os
 import platform
 import random
-import warnings
 from pathlib import Path
 
 import pytest
 
 from sparse_rl.grading import Failed
-from sparse_rl.grading.code import CodeReward
+from sparse_rl.grading.code import CodeReward, warn_unsafe
 from sparse_rl.sandbox import isolation as module
 from sparse_rl.sandbox.isolation import Isolation, isolation
 from sparse_rl.sandbox.process import Limits, Sandbox
@@ -340,12 +339,15 @@ def test_limits_are_the_users():
             build_reward(wrong)
 
 
-def test_refuses_where_nothing_holds(monkeypatch):
+def test_refuses_where_nothing_holds(monkeypatch, caplog):
+    warn_unsafe.cache_clear()
     monkeypatch.setattr("sparse_rl.grading.code.isolation", lambda: Isolation(None, "no walls here"))
     with pytest.raises(ValueError, match=r"no walls here.*unsafe_code"):
         build_reward("code")
-    with pytest.warns(RuntimeWarning, match="UNSAFE"):
-        unsafe = build_reward("code:timeout_s=5", GradingConfig(unsafe_code=True, workers=1))
+    unsafe = build_reward("code:timeout_s=5", GradingConfig(unsafe_code=True, workers=1))
+    build_reward("code", GradingConfig(unsafe_code=True))
+    (said,) = (record.getMessage() for record in caplog.records)  # of two benchmarks' graders, once
+    assert said.startswith("UNSAFE") and "no walls here" in said
     assert score(unsafe, ["def f():\n    return 1", "def f():\n    return 2"], tests=["assert f() == 1"]) == [1.0, 0.0]
 
 
@@ -358,10 +360,9 @@ def test_a_bubblewrap_that_holds_nothing_back_is_found_out(tmp_path, monkeypatch
 
 
 @confined
-def test_no_warning_where_it_holds():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        CodeReward.build()
+def test_no_warning_where_it_holds(caplog):
+    CodeReward.build()
+    assert not caplog.records
 
 
 @confined

@@ -20,7 +20,7 @@ def test_the_grid_is_geometric_and_aligned():
     assert len(GRID) == 18 and GRID[0] == 256 and GRID[-1] == 16384 and all(budget % 16 == 0 for budget in GRID)
     factors = [after / before for before, after in pairwise(GRID)]
     assert max(factors) / min(factors) < 1.1
-    small = ControlConfig(smallest=8, largest=64, budgets=4, multiple=1)
+    small = ControlConfig(auto=True, smallest=8, largest=64, budgets=4, multiple=1)
     assert grid_of(small, RKV(window=4)) == (8, 16, 32, 64)
 
 
@@ -32,10 +32,10 @@ def test_the_grid_ends_where_nothing_is_dropped():
     assert grid_of(kv=protecting, prompt=100, longest=348)[-1] == 240
     assert grid_of(kv=RKV(interval=128), prompt=200, longest=220)[-1] == 200  # a prompt beyond the budget is cut
     assert grid_of(kv=PagesMean(), longest=4096, page_size=16)[-1] == 4096
-    assert grid_of(ControlConfig(largest=128), kv, longest=4096)[-1] == 128
-    assert grid_of(ControlConfig(largest=100), kv, longest=4096)[-1] == 96, "it bounds the memory"
+    assert grid_of(ControlConfig(auto=True, largest=128), kv, longest=4096)[-1] == 128
+    assert grid_of(ControlConfig(auto=True, largest=100), kv, longest=4096)[-1] == 96, "it bounds the memory"
     own = RKV(budget="24@0+100@200", interval=8, window=8)
-    assert grid_of(ControlConfig(largest=100), own, longest=4096)[-1] == 100, "a schedule's own budgets are kept"
+    assert grid_of(ControlConfig(auto=True, largest=100), own, longest=4096)[-1] == 100, "a schedule's own are kept"
 
 
 def test_the_grid_begins_with_what_the_policy_and_the_pages_allow():
@@ -62,31 +62,37 @@ def test_a_schedule_beyond_what_contexts_need_is_no_error():
     ("build", "message"),
     [
         (lambda: ControlConfig(target=1.2), "control.target is 1.2"),
+        (lambda: ControlConfig(largest=64), "control.largest is given, but the budget does not move; set kv.budget"),
+        (lambda: ControlConfig(statistic="hazard"), "control.statistic is given, but the budget does not move"),
+        (lambda: ControlConfig(patience=3), "control.patience is given"),
+        (lambda: ControlConfig(multiple=3), "control.multiple is given"),
+        (lambda: ControlConfig(budgets=3), "control.budgets is given"),
+        (lambda: ControlConfig(auto=True, hazard=1e-3), "control.hazard is given, but control.statistic is 'tail'"),
         (lambda: ControlConfig(statistic="mean"), "control.statistic is 'mean'; choose one of tail, hazard"),
         (lambda: ControlConfig(bin=0), "control.bin is 0"),
         (lambda: ControlConfig(bin=10**30), "control.bin is 10+; it must be at most 16777216"),
-        (lambda: ControlConfig(budgets=10**9), "control.budgets is 1000000000; it must be from 2 to 1000"),
+        (lambda: ControlConfig(auto=True, budgets=10**9), "control.budgets is 1000000000; it must be from 2 to 1000"),
         (lambda: ControlConfig(auto=True, every=0), "control.every is 0"),
-        (lambda: ControlConfig(smallest=64, largest=32), "control.largest is 32"),
-        (lambda: ControlConfig(smallest=0), "control.smallest is 0"),
-        (lambda: ControlConfig(budgets=1), "control.budgets is 1"),
+        (lambda: ControlConfig(auto=True, smallest=64, largest=32), "control.largest is 32"),
+        (lambda: ControlConfig(auto=True, smallest=0), "control.smallest is 0"),
+        (lambda: ControlConfig(auto=True, budgets=1), "control.budgets is 1"),
         (lambda: grid_of(kv=Full()), "kv.policy full has none"),
-        (lambda: grid_of(ControlConfig(smallest=256), longest=240), "no budget .*smallest 256; .* nothing from 112 on"),
+        (lambda: grid_of(ControlConfig(auto=True, smallest=256), longest=240), "no budget .*smallest 256; .*112 on"),
         (
-            lambda: grid_of(ControlConfig(smallest=112), longest=240),
+            lambda: grid_of(ControlConfig(auto=True, smallest=112), longest=240),
             "only 112 .*Lower control.smallest",
         ),
         (lambda: grid_of(kv=RKV(interval=512), longest=400, prompt=8), "nothing from 8 on .kv.interval 512."),
         (
-            lambda: grid_of(ControlConfig(largest=256), PagesMean(), page_size=128),
+            lambda: grid_of(ControlConfig(auto=True, largest=256), PagesMean(), page_size=128),
             "pages of 128, control.largest 256;",
         ),
         (
-            lambda: Controller(ControlConfig(largest=16384), RKV(budget="512@0+99999@9"), GRID, 1000),
+            lambda: Controller(ControlConfig(auto=True, largest=16384), RKV(budget="512@0+99999@9"), GRID, 1000),
             "99999, above control.largest 16384",
         ),
         (
-            lambda: Controller(ControlConfig(smallest=256), RKV(budget="24@0+56@400"), GRID, 1000),
+            lambda: Controller(ControlConfig(auto=True, smallest=256), RKV(budget="24@0+56@400"), GRID, 1000),
             "begins with 24, below control.smallest 256; lower control.smallest",
         ),
     ],

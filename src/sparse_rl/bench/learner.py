@@ -33,7 +33,7 @@ from sparse_rl.objective.mismatch import overlap_ids
 from sparse_rl.runfolder import hardware
 from sparse_rl.score import score
 from sparse_rl.score.head import Head
-from sparse_rl.specs import check_choices
+from sparse_rl.specs import check_choices, renamed
 from sparse_rl.train.learner import Learner, OptimizerConfig
 from sparse_rl.train.update import UpdateConfig, update
 from sparse_rl.types import KVStats, Prompt, Rollout
@@ -79,15 +79,16 @@ class LearnerBenchConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        check_choices(self, "bench")
+        with renamed("bench", "--"):
+            check_choices(self, "bench")
         for field in ("sequences", "prompt", "output", "median", "steps", "rival_rows", "flops"):
             given = getattr(self, field)
             if given is not None and given < 1:
                 raise ValueError(f"--{field.replace('_', '-')} is {given}; it must be at least 1.")
         if not 0 <= self.sigma < math.inf:
             raise ValueError(f"--sigma is {self.sigma}; it must be 0 or more.")
-        if self.seed < 0:
-            raise ValueError(f"--seed is {self.seed}; it must be at least 0.")
+        if not 0 <= self.seed < 2**63:
+            raise ValueError(f"--seed is {self.seed}; it must be at least 0 and below 2^63.")
         if self.sequences % GROUP:
             raise ValueError(f"--sequences is {self.sequences}; it must be a multiple of {GROUP}, a prompt's samples.")
         _ = self.rivals  # or one is unknown

@@ -10,16 +10,14 @@ Attention's own operations, pointwise work, compressions, landmarks of pages and
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
 import torch
 
 from sparse_rl.calibrate.cost import gpu
+from sparse_rl.calibrate.gpus import GPUS, gpu_of
 
 FORMULA = "max(b N / BW, 2 N B / F) + B c kv / BW + 4 B V / BW"
-
-DEVICES = {r"H200": "h200", r"H100.*HBM3": "h100", r"A100-SXM4-80GB": "a100-80"}  # by the names that torch has
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,8 +57,8 @@ def linear_parameters(model: torch.nn.Module) -> int:
 
 def device_limits(name: str, dtype: torch.dtype) -> tuple[float | None, float | None]:
     """Bandwidth and operations a second that a device by its name reaches; None where they are not known."""
-    for pattern, short in DEVICES.items():
-        if re.search(pattern, name):
-            known = gpu(short)
-            return known.bandwidth, known.flops if dtype in (torch.bfloat16, torch.float16) else None
-    return None, None
+    short = gpu_of(name)
+    if short is None or GPUS[short].bandwidth is None:
+        return None, None
+    known = gpu(short)
+    return known.bandwidth, known.flops if dtype in (torch.bfloat16, torch.float16) else None

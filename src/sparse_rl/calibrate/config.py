@@ -11,6 +11,7 @@ from sparse_rl.calibrate.search import MOST_BUDGETS, budget_grid, check_policy, 
 from sparse_rl.calibrate.statistics import GROUPS, SCALES, TAILS
 from sparse_rl.kv import KVPolicy, SelectPolicy
 from sparse_rl.kv.schedule import MOST
+from sparse_rl.specs import renamed
 
 SPARROW = 0.86  # the tail from which on Sparrow's runs are stable, on the scale top20
 SPARROW_SHARE = 0.915  # the same as a share of its dense cache's own, 0.94
@@ -109,7 +110,8 @@ class CalibrationConfig:
         check_policy(policy)
         for budget in self.budgets:
             if not possible(policy, budget, page_size):
-                with_budget(policy, budget)  # says why
+                with renamed("kv", ""):
+                    with_budget(policy, budget)  # says why
                 raise ValueError(
                     f"budget {budget} is less than the pages {policy.name} always reads; give a larger one."
                 )

@@ -23,27 +23,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from sparse_rl.calibrate.gpus import find_gpu
 from sparse_rl.kv import EvictPolicy, KVPolicy
 from sparse_rl.kv.schedule import Schedule
 
 INTENSITY = 412.0  # I of an H200: 989e12 operations over 4.8e12 bytes, 2 bytes an element
 REACHED = (4.19 / 4.8, 780 / 989)  # of the published bandwidth and operations; measured on an H200
-# Published: bytes a second, and dense operations a second in 16 bits.
-GPUS: dict[str, tuple[float, float]] = {
-    "b200": (8.0e12, 2250e12),
-    "h200": (4.8e12, 989e12),
-    "h100": (3.35e12, 989e12),
-    "a100-80": (2.04e12, 312e12),
-    "a100-40": (1.555e12, 312e12),
-    "l40s": (0.864e12, 362e12),
-    "a6000": (0.768e12, 155e12),
-    "l4": (0.3e12, 121e12),
-    "a10": (0.6e12, 125e12),
-    "5090": (1.79e12, 210e12),
-    "4090": (1.008e12, 165e12),
-    "3090": (0.936e12, 71e12),
-    "t4": (0.32e12, 65e12),
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,10 +106,11 @@ class Machine:
 
 def gpu(name: str) -> Machine:
     """A GPU by name, at the share of its published figures that is reached."""
-    if name.lower() not in GPUS:
-        raise ValueError(f"--gpu {name!r} is unknown; known are {', '.join(GPUS)}; or give --bandwidth and --flops.")
-    bandwidth, flops = GPUS[name.lower()]
-    return Machine(name=name.upper(), bandwidth=bandwidth * REACHED[0], flops=flops * REACHED[1])
+    instead = "--bandwidth and --flops"
+    found = find_gpu(name, instead)
+    if found.bandwidth is None or found.flops is None:
+        raise ValueError(f"the speed of --gpu {name!r} is not known here; give {instead}.")
+    return Machine(name=name.upper(), bandwidth=found.bandwidth * REACHED[0], flops=found.flops * REACHED[1])
 
 
 def dense_eflops(model: Model, *, n: int, prompt: int, output: int) -> float:

@@ -22,6 +22,7 @@ from sparse_rl.cli.parsing import (
     quiet_bars,
     show_warnings,
 )
+from sparse_rl.cli.recipes import add_config, given_configs, with_configs
 
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser
@@ -68,7 +69,8 @@ def run(arguments: list[str]) -> None:
 
         calibrate_cost.run(arguments[1:])
         return
-    settings = parse(_parser(), arguments)
+    parser, (configs, others) = _parser(), given_configs(arguments, "calibrate")
+    settings = parse(parser, with_configs(configs, others))
     from sparse_rl import specs
     from sparse_rl.calibrate import Calibration, calibrate
     from sparse_rl.evaluate.plan import parse_cache
@@ -83,6 +85,7 @@ def run(arguments: list[str]) -> None:
             f"--kv {settings.kv!r} has a budget, but that is what is looked for; leave it out, or name the budgets to "
             "try with --budgets."
         )
+    _check_source(settings, parser)
     sampling, engine = _sampling(settings), build_engine(settings)
     if settings.dry_run:
         _dry_run(settings, policy, config, sampling, engine, load_reader(settings.model))
@@ -110,7 +113,7 @@ def _parser() -> ArgumentParser:
     from sparse_rl.config import add_task_section
 
     parser = make_parser("calibrate", DESCRIPTION)
-    parser.add_argument("--config", action="config", help="YAML file with any of these settings")
+    add_config(parser)
     add_model(parser, default="embedded")
     parser.add_argument(
         "--kv",
@@ -164,24 +167,36 @@ def _to_train(settings: Namespace, config: CalibrationConfig, results: dict[str,
 
 def _sampling(settings: Namespace) -> Sampling:
     from sparse_rl.rollout import Sampling
+    from sparse_rl.specs import renamed
 
     if settings.temperature == 0:
         raise ValueError("--temperature is 0, but training samples; give the temperature of training, such as 1.")
     given = {name: settings[name] for name in ("n", "max_tokens", "temperature", "seed")}
-    try:
+    with renamed("sampling", "--"):
         return Sampling(**given)
-    except ValueError as error:
-        raise ValueError(str(error).replace("sampling.", "--")) from error
+
+
+def _check_source(settings: Namespace, parser: ArgumentParser) -> None:
+    """Prompts have one source, and nothing is said of another."""
+    from sparse_rl.config import given_of
+
+    if settings.num_prompts < 1:
+        raise ValueError(f"--num-prompts is {settings.num_prompts}; it must be at least 1.")
+    if settings.prompts and settings.benchmarks:
+        raise ValueError("prompts were given both with --prompts and with --benchmarks; use one.")
+    if settings.data_dir and not settings.benchmarks:
+        raise ValueError(f"--data-dir is {settings.data_dir!r}, but there are no --benchmarks; name some.")
+    source = "--prompts" if settings.prompts else "--benchmarks" if settings.benchmarks else None
+    default = given_of(parser.get_defaults()["task"])
+    given = [key for key, value in given_of(settings["task"]).items() if value != default.get(key)]
+    if source and given:
+        raise ValueError(f"task.{given[0]} is given, but prompts are those of {source}; leave one of them out.")
 
 
 def _prompts(settings: Namespace, model: LoadedModel | Reader) -> list[Prompt]:
     """At most `num_prompts` that fit the model's context."""
     from sparse_rl.tasks.prompts import short_enough
 
-    if settings.num_prompts < 1:
-        raise ValueError(f"--num-prompts is {settings.num_prompts}; it must be at least 1.")
-    if settings.prompts and settings.benchmarks:
-        raise ValueError("prompts were given both with --prompts and with --benchmarks; use one.")
     if settings.prompts:
         found = _from_file(settings.prompts, settings.num_prompts, model)
     elif settings.benchmarks:

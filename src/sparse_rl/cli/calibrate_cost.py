@@ -43,15 +43,17 @@ def run(arguments: list[str]) -> None:
     from sparse_rl.calibrate.cost import Reading
     from sparse_rl.evaluate.plan import parse_cache
     from sparse_rl.kv.schedule import load
+    from sparse_rl.specs import renamed
 
     _check(settings)
     check_result(settings)
     policy = parse_cache(settings.kv) if settings.kv else None
-    reading = (
-        Reading(schedule=load(_budget(settings.budget)), page=settings.page)
-        if policy is None
-        else Reading.of(policy, settings.page)
-    )
+    with renamed("kv", "--"):
+        reading = (
+            Reading(schedule=load(_budget(settings.budget)), page=settings.page)
+            if policy is None
+            else Reading.of(policy, settings.page)
+        )
     if settings.measure:
         assert policy is not None
         results = _measure(settings, policy, reading)

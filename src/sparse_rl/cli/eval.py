@@ -5,9 +5,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sparse_rl.cli.parsing import add_engine, build_engine, make_parser, parse, quiet_bars, show_warnings
+from sparse_rl.cli.recipes import add_config, given_configs, with_configs
+from sparse_rl.cli.resume import named
 
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser, Namespace
@@ -19,9 +21,9 @@ DESCRIPTION = """Evaluate models on benchmarks, with a dense and with compressed
 Every model is run on every benchmark with every cache: accuracy with its standard error, the difference to the dense
 cache (paired by problem), KV saved, tokens per answer, tok/s. Answers are graded while others are generated; one whose
 grader fails is counted and left out. OUTPUT gets every sample (samples/**/samples.jsonl), results.json, table.md and
-report.html. An evaluation that was killed, at any point, goes on with the same command and --resume, to the same table;
-a kill loses at most one block, the last 4 x engine.rows samples. What Ctrl-C or an error ends has a table of what is
-done, marked as partial.
+report.html. An evaluation that was killed, at any point, goes on with the same command and --resume, to the same table,
+on another device too; a kill loses at most one block, the last 4 x engine.rows samples. What Ctrl-C or an error ends
+has a table of what is done, marked as partial.
 
 A cache is `full`, POLICY:BUDGET, or POLICY:key=value,... with any setting of the policy. A protocol says how each
 benchmark is run (prompt, samples, temperature, length, metrics); flags that depart from it are noted in the table.
@@ -48,7 +50,10 @@ FLAGS = {  # fields of an evaluation that are flags of the same name
 
 
 def run(arguments: list[str]) -> None:
-    settings = parse(_parser(), arguments)
+    parser, (configs, others) = _parser(), given_configs(arguments, "eval")
+    settings = parse(parser, with_configs(configs, others))
+    if settings.resume and settings.output:
+        settings = parse(parser, with_configs([_own(Path(settings.output), configs, others), *configs], others))
     evaluation = _evaluation(settings)
     if settings.dry_run:
         _dry_run(evaluation)
@@ -69,6 +74,16 @@ def run(arguments: list[str]) -> None:
     print(f"{folder / 'results.json'}, {folder / 'table.md'}, {folder / 'report.html'}")
 
 
+def _own(folder: Path, configs: list[dict[str, Any]], flags: list[str]) -> dict[str, Any]:
+    """The engine's settings of the evaluation that is resumed, as a config file has them."""
+    from sparse_rl.evaluate.record import recorded_engine
+
+    engine, pool = recorded_engine(folder), ("pool_pages", "pool_bytes")
+    if any(named("engine", key, flags, configs) is not None for key in pool):
+        engine = {key: value for key, value in engine.items() if key not in pool}
+    return {"engine": engine}
+
+
 def _parser() -> ArgumentParser:
     from sparse_rl.config import add_section, field_texts
     from sparse_rl.evaluate import Evaluation
@@ -77,7 +92,7 @@ def _parser() -> ArgumentParser:
 
     texts = field_texts(Evaluation)
     parser = make_parser("eval", DESCRIPTION)
-    parser.add_argument("--config", action="config", help="YAML file with any of these settings")
+    add_config(parser)
     for name, alias in (("models", "model"), ("benchmarks", "benchmark")):
         parser.add_argument(f"--{name}", f"--{alias}", nargs="+", type=str, default=[], help=texts[name])
     parser.add_argument("--kv", nargs="+", type=str, default=["full"], help=texts["kv"])

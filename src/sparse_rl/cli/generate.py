@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparse_rl.cli.parsing import add_model, make_parser, model_dtype, parse, quiet_bars, refuse_null
+from sparse_rl.cli.recipes import add_config, given_configs, with_configs
 
 if TYPE_CHECKING:
     import torch
@@ -24,6 +25,7 @@ DESCRIPTION = """Sample from a model whose KV cache is compressed while it decod
 Prompts come from the arguments, from --prompts FILE (a text file with one prompt a line, or JSONL with a key "prompt"
 that is a string or a list of chat messages), or from standard input.
 
+  sparse-rl generate "Once upon a time" --kv.policy rkv --kv.budget 32 --kv.interval 8 --compare
   sparse-rl generate "c=a7;a=b2;b=c0;a|" --model embedded --kv.policy rkv --kv.budget 64 --kv.interval 16
   sparse-rl generate --prompts prompts.jsonl --model Qwen/Qwen2.5-1.5B --kv.policy snapkv --output samples.jsonl
   sparse-rl generate "c=a7;a=b2;b=c0;a|" --model embedded --kv.policy streaming --kv.budget 24 --kv.interval 8 --compare
@@ -31,7 +33,10 @@ that is a string or a list of chat messages), or from standard input.
 
 
 def run(arguments: list[str]) -> None:
-    settings = parse(_parser(), arguments)
+    parser, (configs, others) = _parser(), given_configs(arguments, "generate")
+    if any("prompt" in config for config in configs):
+        raise ValueError('a --config has a key "prompt"; name a file of prompts with "prompts" instead.')
+    settings = parse(parser, with_configs(configs, others))
     from sparse_rl.config import build_kv, build_section
     from sparse_rl.model.load import load
     from sparse_rl.report.progress import ProgressLine
@@ -74,9 +79,9 @@ def _parser() -> ArgumentParser:
 
     parser = make_parser("generate", DESCRIPTION)
     parser.add_argument("prompt", nargs="*", default=[], help="prompts")
-    parser.add_argument("--config", action="config", help="YAML file with any of these settings")
+    add_config(parser)
     parser.add_argument("--prompts", type=str | None, default=None, help="text or JSONL file of prompts; - is stdin")
-    add_model(parser, default="tiny")
+    add_model(parser, default="smollm2")
     parser.add_argument("--output", type=str | None, default=None, help="JSONL file to write instead of stdout")
     parser.add_argument("--compare", action="store_true", help="show dense and sparse side by side")
     add_kv_section(parser)
@@ -87,14 +92,9 @@ def _parser() -> ArgumentParser:
 
 def _check_command(settings: Namespace) -> None:
     """What a config file can get wrong about the command's own settings."""
-    import yaml
-
     refuse_null(settings, "model", "device", "kv")
     if not isinstance(settings.compare, bool):
         raise ValueError(f"compare is {settings.compare!r}; it must be true or false.")
-    for path in settings.config or []:
-        if "prompt" in (yaml.safe_load(Path(str(path)).read_text()) or {}):
-            raise ValueError(f'{path} has a key "prompt"; name a file of prompts with "prompts" instead.')
     if settings.output is None and sys.stdout is None:
         raise ValueError("standard output is closed; name a file with --output.")
 

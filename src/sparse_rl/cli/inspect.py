@@ -61,16 +61,20 @@ def run(arguments: list[str]) -> None:
     from sparse_rl.evaluate.plan import usable_caches
     from sparse_rl.model.load import load
     from sparse_rl.report.inspect_page import summary_lines, write_inspection
+    from sparse_rl.rollout import Sampling
+    from sparse_rl.specs import renamed
 
     policies = usable_caches(settings.kv)
+    with renamed("sampling", "--"):
+        sampling = Sampling(max_tokens=settings.max_tokens, temperature=settings.temperature, seed=settings.seed)
     folder = Path(settings.output)
-    if folder.is_file():
-        raise ValueError(f"--output {settings.output!r} is a file; name a folder.")
-    folder.mkdir(parents=True, exist_ok=True)
+    if file := next((place for place in (folder, *folder.parents) if place.is_file()), None):
+        raise ValueError(f"--output {settings.output!r} cannot be made: {file} is a file; name a folder.")
     quiet_bars()
     loaded = load(settings.model, dtype=model_dtype(settings.dtype), device=settings.device)
     prompt = _prompt(settings.model, given, loaded)
-    text = answer(loaded, prompt, max_tokens=settings.max_tokens, temperature=settings.temperature, seed=settings.seed)
+    text = answer(loaded, prompt, sampling)
+    folder.mkdir(parents=True, exist_ok=True)
     readings = read(loaded, text, policies)
     print("\n".join([*summary_lines(readings), *_never_cut(readings, policies)]))
     write_inspection(readings, folder, settings.model)

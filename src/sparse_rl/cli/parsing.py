@@ -86,8 +86,8 @@ def build_engine(settings: Namespace) -> EngineConfig:
     """What `add_engine` has asked for."""
     from sparse_rl.rollout import EngineConfig
 
-    if settings.engine.rows is None:
-        settings.engine.rows = CPU_ROWS if settings.device == "cpu" else GPU_ROWS
+    if getattr(settings.engine, "rows", 0) is None:  # or it is no table
+        settings.engine.rows = CPU_ROWS if settings.device.partition(":")[0] == "cpu" else GPU_ROWS
     return build_section(EngineConfig, "engine", settings.engine)
 
 

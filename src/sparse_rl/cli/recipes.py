@@ -9,14 +9,32 @@ from __future__ import annotations
 import textwrap
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from sparse_rl.specs import suggestion
 
+if TYPE_CHECKING:
+    from jsonargparse import ArgumentParser
+
 DEFAULT = "default.yaml"  # where neither a config nor a model is named
-SECTIONS = {"train": "task", "sft": "data"}  # of each command, the settings that only it has
+OWNERS = {"data": "sft", "task": "train", "trainer": "train"}  # of sections that not every command has
+OWN = {"train": {"task", "trainer"}, "sft": {"data", "trainer"}, "calibrate": {"task"}}  # those of each command
+
+
+def add_config(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "--config",
+        action="config",
+        help="YAML file with any of these settings, or a recipe's name; `base: FILE` in it is what it differs from",
+    )
+
+
+def given_configs(arguments: list[str], command: str) -> tuple[list[dict[str, Any]], list[str]]:
+    """The settings of the files behind --config, and all other arguments."""
+    names, others = split_configs(arguments)
+    return [each for name in names for each in read_configs(name, command)], others
 
 
 def split_configs(arguments: list[str]) -> tuple[list[str], list[str]]:
@@ -46,6 +64,8 @@ def read_configs(name: str, command: str, above: tuple[str, ...] = ()) -> list[d
     asked = f"base {name!r} of {above[-1]}" if above else f"--config {name!r}"
     if not path.exists() and not recipe.is_file():
         known = recipes(command)
+        if not known:
+            raise ValueError(f"{asked} is not a file; check the path.")
         raise ValueError(
             f"{asked} is neither a file nor a recipe{suggestion(name, known)}; the recipes are {', '.join(known)}."
         )
@@ -58,16 +78,17 @@ def read_configs(name: str, command: str, above: tuple[str, ...] = ()) -> list[d
     if not isinstance(settings, dict):
         raise ValueError(f"{name} is not a table of settings; write lines of the form `key: value`.")
     base = settings.pop("base", None)
-    for other, section in SECTIONS.items():
-        if other != command and section in settings:
-            raise ValueError(f"{name} has {section} settings, which belong to `sparse-rl {other}`; give it there.")
+    for section, owner in OWNERS.items():
+        if section in settings and section not in OWN.get(command, ()):
+            raise ValueError(f"{name} has {section} settings, which belong to `sparse-rl {owner}`; give it there.")
     return [*(read_configs(str(base), command, (*above, name)) if base is not None else ()), settings]
 
 
 def recipes(command: str) -> list[str]:
     """The names of the command's recipes."""
     files = {e.name: yaml.safe_load(e.read_text()) for e in _recipe("").iterdir() if e.name.endswith(".yaml")}
-    return sorted(name for name in files if SECTIONS[command] in files[files[name].get("base", name)])
+    sections = {name: OWNERS.keys() & files[settings.get("base", name)].keys() for name, settings in files.items()}
+    return sorted(name for name in files if sections[name] <= OWN.get(command, set()))
 
 
 def default_settings() -> str:

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from sparse_rl.cli.parsing import add_model, make_parser, model_dtype, parse, quiet_bars, refuse_null, show_warnings
-from sparse_rl.cli.recipes import read_configs, split_configs, to_yaml, with_configs
+from sparse_rl.cli.recipes import add_config, given_configs, to_yaml, with_configs
 from sparse_rl.cli.resume import named, own_settings
 
 if TYPE_CHECKING:
@@ -30,8 +30,7 @@ Recipes that come with the package are known by name. Every setting is a flag an
 
 
 def run(arguments: list[str]) -> None:
-    names, others = split_configs(arguments)
-    parser, configs = _parser(), [each for name in names for each in read_configs(name, "sft")]
+    parser, (configs, others) = _parser(), given_configs(arguments, "sft")
     settings = parse(parser, with_configs(configs, others))
     if (own := own_settings(parser, settings, "data")) is not None:
         if named("trainer", "epochs", others, []) is not None:
@@ -75,7 +74,7 @@ def _parser() -> ArgumentParser:
     from sparse_rl.train.sft import OPTIMIZER
 
     parser = make_parser("sft", DESCRIPTION)
-    parser.add_argument("--config", action="config", help="YAML file with any of these settings, or a recipe's name")
+    add_config(parser)
     add_model(parser, default="smollm2")
     parser.add_argument("--dry-run", action="store_true", help="print all settings as YAML, and stop")
     add_section(parser, "trainer", SFTConfig)

@@ -11,12 +11,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparse_rl.cli.parsing import add_model, make_parser, model_dtype, parse, quiet_bars, refuse_null, show_warnings
-from sparse_rl.cli.recipes import DEFAULT, default_settings, read_configs, split_configs, to_yaml, with_configs
+from sparse_rl.cli.recipes import (
+    DEFAULT,
+    add_config,
+    default_settings,
+    read_configs,
+    split_configs,
+    to_yaml,
+    with_configs,
+)
 from sparse_rl.cli.resume import named, own_settings
 from sparse_rl.cli.trl_names import NAMES, translate, translate_keys
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
     from jsonargparse import ArgumentParser, Namespace
 
@@ -48,7 +56,7 @@ def read(arguments: list[str], parser: ArgumentParser) -> tuple[Namespace, Any, 
     settings = parse(parser, _configs_first(_with_recipe(arguments)), tuple(NAMES))
     if (own := own_settings(parser, settings, "task")) is not None:
         settings = parse(parser, _configs_first(arguments, own), tuple(NAMES))
-    from sparse_rl.config import build_correction, build_kv, build_section, build_task
+    from sparse_rl.config import build_correction, build_kv, build_section, build_task, given_of
     from sparse_rl.evaluate import EvalConfig
     from sparse_rl.model.lora import LoraConfig
     from sparse_rl.objective.loss import LossConfig
@@ -62,7 +70,7 @@ def read(arguments: list[str], parser: ArgumentParser) -> tuple[Namespace, Any, 
     model_dtype(settings.dtype)  # or it is unknown
     task = build_task(settings["task"])
     if getattr(settings.kv, "budget", None) == "auto":
-        build_section(ControlConfig, "control", settings["control"])  # or it is no table
+        given_of(settings["control"])  # or it is no table
         settings.kv.budget, settings.control.auto = None, True  # from the policy's own default
     if settings.unsafe_code:
         settings.grading.unsafe_code = True
@@ -150,7 +158,7 @@ def train_parser(
     parser.usage = f"sparse-rl {command} [--config FILE] [--SETTING VALUE ...]"
     if add_own is not None:
         add_own(parser)
-    parser.add_argument("--config", action="config", help="YAML file with any of these settings, or a recipe's name")
+    add_config(parser)
     add_model(parser, default="embedded")
     if command == "train":
         parser.add_argument("--dry-run", action="store_true", help="print all settings as YAML and the plan, and stop")
@@ -187,6 +195,8 @@ def _configs_first(arguments: list[str], own: dict[str, Any] | None = None) -> l
 
     A run's own settings, if it is resumed, come before all of them.
     """
+    from sparse_rl.train.control import OF_AUTO
+
     names, others = split_configs(arguments)
     options = {argument.partition("=")[0] for argument in others}
     if "--task.train_file" in options and "--task.name" not in options:
@@ -195,8 +205,8 @@ def _configs_first(arguments: list[str], own: dict[str, Any] | None = None) -> l
     if own is not None:
         if named("correction", "preset", others, configs) is not None:
             own.pop("correction", None)
-        if named("kv", "budget", others, configs) is not None:
-            own.get("control", {}).pop("auto", None)  # a budget that is given stands still
+        if named("kv", "budget", others, configs) not in (None, "auto"):
+            _leave_out(own, "control", ("auto", *OF_AUTO))  # a budget that is given stands still
         configs = [own, *configs]
     for i, config in enumerate(configs):
         _drop_unfit(config, others, configs[i + 1 :])
@@ -204,15 +214,26 @@ def _configs_first(arguments: list[str], own: dict[str, Any] | None = None) -> l
 
 
 def _drop_unfit(config: dict[str, Any], flags: list[str], later: list[dict[str, Any]]) -> None:
-    """Where a flag or a later file names another policy or task, leave out the settings that it does not have."""
+    """Where a flag or a later file chooses otherwise, leave out the settings that its choice does not have."""
     from sparse_rl.kv import POLICIES
+    from sparse_rl.objective.loss import UNREAD
     from sparse_rl.tasks import TASKS
+    from sparse_rl.train.control import OF_AUTO
 
+    surrogate, moves = named("loss", "surrogate", flags, later), named("kv", "budget", [], [config]) == "auto"
+    _leave_out(config, "loss", UNREAD.get(str(surrogate), ()))
     for section, key, components in (("kv", "policy", POLICIES), ("task", "name", TASKS)):
         name, settings = named(section, key, flags, later), config.get(section)
         if isinstance(name, str) and name in components and isinstance(settings, dict) and settings.get(key) != name:
             known = {field.name for field in fields(components[name])}
-            config[section] = {field: value for field, value in settings.items() if field in known}
+            _leave_out(config, section, settings.keys() - known)
+    if moves and named("kv", "budget", flags, [config, *later]) != "auto":
+        _leave_out(config, "control", OF_AUTO)
+
+
+def _leave_out(config: dict[str, Any], section: str, names: Collection[str]) -> None:
+    if isinstance(settings := config.get(section), dict):
+        config[section] = {name: value for name, value in settings.items() if name not in names}
 
 
 def _checked(settings: dict[str, Any], name: str) -> dict[str, Any]:

@@ -235,8 +235,9 @@ class Run:
 
     def _free(self) -> None:
         """Make room on a GPU for the next cache or model."""
-        if self.evaluation.device != "cpu":
-            free(torch.device(self.evaluation.device))
+        device = torch.device(self.evaluation.device)
+        if device.type != "cpu":
+            free(device)
 
     def _left(self, cell: Cell) -> int:
         """Problems to do; before its model is loaded the first time, all of the benchmark."""

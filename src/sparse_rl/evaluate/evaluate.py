@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from sparse_rl.rollout import Engine, Sampling
+from sparse_rl.specs import renamed
 from sparse_rl.tasks import Graded, Rewards
 from sparse_rl.types import Prompt, Rollout, kv_saved_frac
 
@@ -36,10 +37,8 @@ class EvalConfig:
         for field, least in (("every", 0), ("prompts", 0), ("n", 1)):
             if getattr(self, field) < least:
                 raise ValueError(f"eval.{field} is {getattr(self, field)}; it must be at least {least}.")
-        try:
+        with renamed("sampling", "eval."):
             self.sampling(max_tokens=1)
-        except ValueError as error:
-            raise ValueError(str(error).replace("sampling.", "eval.")) from error
 
     def sampling(
         self, max_tokens: int, stop: tuple[str, ...] = (), stop_ids: tuple[int, ...] | None = None

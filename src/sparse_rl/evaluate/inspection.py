@@ -117,9 +117,8 @@ class WatchedStep(SelectStep):
         return pages, lengths_B, max_length
 
 
-def answer(loaded: LoadedModel, prompt: Prompt, *, max_tokens: int, temperature: float, seed: int) -> Text:
+def answer(loaded: LoadedModel, prompt: Prompt, sampling: Sampling) -> Text:
     """The prompt and what the dense model writes after it."""
-    sampling = Sampling(max_tokens=max_tokens, temperature=temperature, seed=seed)
     (rollout,) = Engine(loaded, Full(), EngineConfig(rows=1)).generate([prompt], sampling)
     ids = (*prompt.ids, *rollout.token_ids.tolist())
     return Text(ids=ids, pieces=tuple(_pieces(loaded, list(ids))), prompt_len=len(prompt.ids))

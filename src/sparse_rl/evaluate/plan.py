@@ -16,7 +16,7 @@ from sparse_rl.evaluate.protocols import PROTOCOLS, Settings
 from sparse_rl.kv import POLICIES, KVPolicy, check_use
 from sparse_rl.model.load import DTYPES
 from sparse_rl.rollout import EngineConfig
-from sparse_rl.specs import build
+from sparse_rl.specs import build, renamed
 from sparse_rl.tasks.benchmarks import find
 from sparse_rl.tasks.lookup import Lookup
 from sparse_rl.tasks.prompts import Style, named_template
@@ -151,8 +151,9 @@ def usable_cache(spec: str, page_size: int | None = None) -> KVPolicy:
     """The same, of a cache that is used as it stands, with pages of this size or the policy's own."""
     policy = parse_cache(spec)
     try:
-        check_use(policy)
-        policy.check_page_size(page_size or policy.page_size)
+        with renamed("kv", ""):
+            check_use(policy)
+            policy.check_page_size(page_size or policy.page_size)
     except ValueError as error:
         raise ValueError(f"cache {spec!r}: {error}") from None
     return policy

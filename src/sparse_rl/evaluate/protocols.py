@@ -17,6 +17,7 @@ from typing import Any
 
 from sparse_rl.evaluate.statistics import parse_metric
 from sparse_rl.rollout import Sampling
+from sparse_rl.specs import renamed
 from sparse_rl.tasks.benchmarks import Kind, find
 
 SAMPLED = ("n", "temperature", "top_p", "max_tokens", "seed", "stop")  # settings that the engine knows
@@ -45,10 +46,8 @@ class Settings:
 
     def sampling(self) -> Sampling:
         """What of it the engine knows; ValueError where it cannot be."""
-        try:
+        with renamed("sampling", ""):
             return Sampling(**{name: getattr(self, name) for name in SAMPLED})
-        except ValueError as error:
-            raise ValueError(str(error).replace("sampling.", "")) from error
 
     def changed(self, **given: Any) -> Settings:
         """With what a user asked for instead; None keeps what is there. Another n has metrics of its own."""

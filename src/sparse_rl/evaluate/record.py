@@ -7,7 +7,7 @@ import json
 import re
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from sparse_rl.evaluate.plan import Cell, Evaluation, parse_cache
 from sparse_rl.evaluate.suite import Prompts, Suite
 from sparse_rl.kv import policy_record
 from sparse_rl.model.load import LoadedModel, weights_digest
+from sparse_rl.rollout import EngineConfig
 from sparse_rl.runfolder import as_settings, command, differences, provenance, refuse_changes, write_json
 
 NAME = "eval.json"
@@ -34,7 +35,9 @@ KINDS = {
 }
 OF_MODEL = {"digest": str, "parameters": int, "context": int, "dtype": str, "benchmarks": dict}
 OF_PROMPTS = {"problems": int, "overlong": int, "clipped": int, "plain": bool, "prompts_digest": str}
-NO_DIFFERENCE = ("data_dir", "device", "grading.workers")  # to the table: where the data lies, what computes
+SPEED = ("graphs", "compile", "pool_pages", "pool_bytes")  # of the engine's settings
+# To the table: where the data lies, what computes, and how fast.
+NO_DIFFERENCE = ("data_dir", "device", "grading.workers", *(f"engine.{name}" for name in SPEED))
 
 
 class Record:
@@ -119,6 +122,15 @@ class Record:
         if other:
             before["resumes"].append({"command": now["command"], "resumed": now["started"], **other})
         self.contents = before
+
+
+def recorded_engine(folder: Path) -> dict[str, Any]:
+    """The engine's settings of the evaluation in the folder; none if it cannot be read, which is said when it is."""
+    try:
+        engine = json.loads((folder / NAME).read_text())["settings"]["engine"]
+        return {field.name: engine[field.name] for field in fields(EngineConfig)}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
 
 
 def cell_folders(cells: Iterable[Cell]) -> dict[Cell, str]:

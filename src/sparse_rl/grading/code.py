@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
-import warnings
+import logging
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from sparse_rl.grading.completion import text_of
@@ -16,6 +17,8 @@ from sparse_rl.sandbox.extract import extract_program
 from sparse_rl.sandbox.isolation import isolation
 from sparse_rl.sandbox.process import Limits, Sandbox, Verdict
 from sparse_rl.sandbox.suite import suite_of
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +41,7 @@ class CodeReward:
                 "grading.unsafe_code (--unsafe-code) runs them all the same, with your rights."
             )
         if found.method is None:
-            warnings.warn(
-                f"UNSAFE: programs written by the model run with your rights and reach your files ({found.reason}).",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+            warn_unsafe(found.reason)
         return cls(Sandbox(found.method, limits or Limits()), worker_count(workers))
 
     def judge(self, completion: str, row: dict[str, Any]) -> Verdict:
@@ -72,6 +71,12 @@ class CodeReward:
             return [_reward(job.result()) for job in jobs]
         finally:
             pool.shutdown(cancel_futures=True)
+
+
+@cache
+def warn_unsafe(reason: str) -> None:
+    """Once, however many rewards there are."""
+    logger.warning("UNSAFE: programs written by the model run with your rights and reach your files (%s).", reason)
 
 
 def _reward(verdict: Verdict) -> float | Failed:

@@ -12,7 +12,7 @@ import importlib
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
-from sparse_rl.specs import first_line
+from sparse_rl.specs import first_line, refuse_unused
 
 ALL = "all-linear"
 ADAPTER = "adapter_config.json"  # a folder with this file is an adapter's
@@ -47,9 +47,8 @@ class LoraConfig:
             raise ValueError(f"lora.alpha is {self.alpha}; it must be above 0.")
         if not self.target or (ALL in self.target and len(self.target) > 1):
             raise ValueError(f"lora.target is {list(self.target)}; name projections, or {ALL} alone.")
-        given = [field.name for field in fields(self) if getattr(self, field.name) != field.default]
-        if not self.r and given:
-            raise ValueError(f"lora.{given[0]} is given, but lora.r is 0: there are no adapters; set lora.r.")
+        if not self.r:
+            refuse_unused(self, "lora", "lora.r is 0: there are no adapters; set lora.r")
 
 
 def check_rank(rank: int, width: int) -> None:

@@ -18,7 +18,13 @@ from typing import Literal
 import torch
 
 from sparse_rl.objective.correction import MAX_LOG_RATIO, sum_rows
-from sparse_rl.specs import check_choices
+from sparse_rl.specs import check_choices, refuse_unused
+
+UNREAD = {  # settings by the surrogate that does not read them
+    "ppo": ("cispo_max",),
+    "gspo": ("cispo_max",),
+    "cispo": ("clip_low", "clip_high", "delta"),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +55,11 @@ class LossConfig:
         for field in ("clip_low", "clip_high", "beta", "cispo_max"):
             if not (getattr(self, field) or 0.0) >= 0:
                 raise ValueError(f"loss.{field} is {getattr(self, field)}; it must be 0 or more.")
+        if self.clip_low > 1:
+            raise ValueError(f"loss.clip_low is {self.clip_low}; it must be at most 1, which lets the ratio fall to 0.")
+        why = f"loss.surrogate is {self.surrogate!r}, which does not read it; leave it out"
+        bounds = "(cispo_max bounds cispo; clip_low, clip_high and delta the others)"
+        refuse_unused(self, "loss", f"{why} {bounds}", *UNREAD[self.surrogate])
         if self.delta is not None and not self.delta > self.upper:
             raise ValueError(f"loss.delta is {self.delta}; it must be above 1 + loss.clip_high = {self.upper}.")
 

@@ -8,27 +8,10 @@ import re
 
 import torch
 
+from sparse_rl.calibrate.gpus import find_gpu
 from sparse_rl.model.load import check_device
 from sparse_rl.plan.records import Device
-from sparse_rl.specs import suggestion
 
-# GiB that torch reports, about; the device at hand is asked.
-GPUS = {
-    "b200": 178.3,
-    "h200": 139.8,
-    "h100": 79.1,
-    "a100-80": 79.2,
-    "a100-40": 39.4,
-    "rtx-pro-6000": 94.9,
-    "l40s": 44.4,
-    "a6000": 47.4,
-    "l4": 22.0,
-    "a10": 22.0,
-    "5090": 31.3,
-    "4090": 23.5,
-    "3090": 23.6,
-    "t4": 14.6,
-}
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -37,10 +20,7 @@ def choose_device(device: str, *, gpu: str | None = None, memory: str | None = N
     if gpu is not None and memory is not None:
         raise ValueError("--gpu and --memory both say how much memory there is; leave one out.")
     if gpu is not None:
-        if gpu.lower() not in GPUS:
-            hint = suggestion(gpu.lower(), GPUS)
-            raise ValueError(f"--gpu {gpu!r} is unknown{hint}; choose one of {', '.join(GPUS)}, or give --memory.")
-        return Device(name=gpu.upper(), memory=int(GPUS[gpu.lower()] * 2**30))
+        return Device(name=gpu.upper(), memory=int(find_gpu(gpu, "--memory").memory * 2**30))
     if memory is not None:
         count = parse_bytes(memory)
         return Device(name=f"a GPU of {count / 1e9:.1f} GB", memory=count)

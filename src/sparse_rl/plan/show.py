@@ -158,9 +158,10 @@ def _remedy(remedy: Remedy) -> dict[str, Any]:
 
 
 def _name(policy: KVPolicy, auto: int = 0) -> str:
-    if not isinstance(policy, EvictPolicy):
+    if isinstance(policy, Full):
         return "dense cache"
-    return f"{policy.name} {'up to ' if auto else ''}{policy.budget}+{policy.interval}"
+    interval = f"+{policy.interval}" if isinstance(policy, EvictPolicy) else ""
+    return f"{policy.name} {'up to ' if auto else ''}{getattr(policy, 'budget', '')}{interval}".rstrip()
 
 
 def _resident(plan: Plan) -> str:

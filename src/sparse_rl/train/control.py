@@ -30,13 +30,15 @@ from sparse_rl.calibrate.search import MOST_BUDGETS, SPAN, budget_grid, with_bud
 from sparse_rl.kv import EvictPolicy, KVPolicy, SelectPolicy
 from sparse_rl.kv.schedule import MOST, Schedule
 from sparse_rl.objective.tail import BinTail, tails
-from sparse_rl.specs import check_choices
+from sparse_rl.specs import check_choices, refuse_unused
 from sparse_rl.train.control_bin import BinState
 from sparse_rl.train.update import Updated
 from sparse_rl.types import Rollout
 
 logger = logging.getLogger(__name__)
 
+# Settings of a budget that moves; the others also say what is measured and warned of where it does not.
+OF_AUTO = ("statistic", "hazard", "patience", "smallest", "largest", "budgets", "multiple")
 PAGE = 16  # budgets are multiples of it, unless they are too small for that
 
 
@@ -90,6 +92,11 @@ class ControlConfig:
             raise ValueError(
                 f"control.largest is {self.largest} and control.smallest {self.smallest}; it must be larger than that."
             )
+        if not self.auto:
+            refuse_unused(self, "control", "the budget does not move; set kv.budget auto, or leave it out", *OF_AUTO)
+        if self.statistic != "hazard":
+            why = f"control.statistic is {self.statistic!r}; set it to hazard, or leave it out"
+            refuse_unused(self, "control", why, "hazard")
 
     @property
     def limit(self) -> float:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -29,7 +29,7 @@ from sparse_rl.objective.mismatch import overlap_bounds, weighted_quantiles
 from sparse_rl.score.at_ids import logprobs_at
 from sparse_rl.score.head import Head
 from sparse_rl.score.pack import Completions, Microbatch, flatten, pack
-from sparse_rl.specs import check_choices
+from sparse_rl.specs import check_choices, refuse_unused
 from sparse_rl.train.guards import Guards, optimizer_memory
 from sparse_rl.train.layers import learner_layers
 from sparse_rl.train.learner import Learner, OptimizerConfig
@@ -76,9 +76,8 @@ class DistillConfig:
             raise ValueError(
                 "distill.pg_weight and distill.kl_weight are both 0: the adapter would learn nothing; raise kl_weight."
             )
-        given = [field.name for field in fields(self) if getattr(self, field.name) != field.default]
-        if not self.r and given:
-            raise ValueError(f"distill.{given[0]} is given, but distill.r is 0: there is no adapter; set distill.r.")
+        if not self.r:
+            refuse_unused(self, "distill", "distill.r is 0: there is no adapter; set distill.r")
 
 
 class Distiller:
