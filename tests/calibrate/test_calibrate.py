@@ -358,6 +358,8 @@ def test_the_cost_model_is_checked_on_this_machine(tmp_path):
     (record,) = json.loads((tmp_path / "c.json").read_text())
     assert record["label"] == "tiny, cpu, float32, rkv:budget=16,interval=4, 2 rows, contexts [24]"
     assert record["commit"] == found["commit"]
+    assert record["results"]["reached"] == pytest.approx(found["reached"], rel=1e-5)
+    assert 1e8 < found["reached"]["bandwidth"] < 1e12 and 1e8 < found["reached"]["flops"] < 1e13, "of a CPU"
     assert record["results"]["worst_error"] == pytest.approx(abs(step["error"]), rel=1e-5)
     assert found["machine"]["fixed_s"] > 0 and step["error"] == pytest.approx(
         step["predicted_ratio"] / step["ratio"] - 1

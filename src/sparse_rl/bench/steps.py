@@ -16,7 +16,7 @@ from sparse_rl.model.load import LoadedModel
 from sparse_rl.rollout import Engine, EngineConfig, Progress, Sampling
 
 BEFORE, TIMED = 16, 48  # steps without compressions: whatever is compiled or captured comes in the first
-SIZES = {"cuda": (1 << 32, 8192), "cpu": (1 << 27, 1024)}  # bytes read; rows and columns of a product
+SIZES = {"cuda": (1 << 32, 8192), "cpu": (1 << 27, 1024)}  # bytes copied; rows and columns of a product
 
 
 def time_step(
@@ -45,16 +45,17 @@ def time_step(
 
 
 def device_speed(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
-    """Bytes a second that are read, and operations a second of a product; the best of a few tries.
+    """Bytes a second that are read and written, and operations a second of a product; the best of a few tries.
 
     Random numbers: a GPU multiplies ones or zeros at a higher clock than a model's weights.
     """
     size, side = SIZES.get(device.type, SIZES["cpu"])
     data = torch.randn(size // dtype.itemsize, dtype=dtype, device=device)
     a, b = (torch.randn(side, side, dtype=dtype, device=device) for _ in range(2))
-    read = _best(lambda: data.max(), device)
+    copy = torch.empty_like(data)
+    moved = _best(lambda: copy.copy_(data), device)
     product = _best(lambda: a @ b, device)
-    return size / read, 2.0 * side**3 / product
+    return 2 * size / moved, 2.0 * side**3 / product
 
 
 def _best(work: Callable[[], object], device: torch.device) -> float:
