@@ -86,6 +86,8 @@ def main() -> None:
         for name in FILES[args.machine]
         if any(part in name for part in args.only) and (RESULTS / f"{name}.json").exists()
     ]
+    if not names:
+        parser.error(f"no file has {' or '.join(args.only)} in its name; there are {', '.join(FILES[args.machine])}")
     todo = {name: outdated(read(RESULTS / f"{name}.json"), commit) for name in names}
     if args.list:
         print(*(command for commands in todo.values() for command in commands), sep="\n")

@@ -187,3 +187,10 @@ def test_a_file_s_figures_replace_its_own_in_the_comparison_and_no_other_s(scrip
 def test_every_record_has_figures(script, machine):
     for name in script.FILES[machine]:
         assert script.figures(script.read(ROOT / script.RESULTS / f"{name}.json")), name
+
+
+def test_a_name_that_no_file_has_is_an_error(script, repository, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["bench.py", "cpu", "--only", "rolout"])
+    with pytest.raises(SystemExit) as end:
+        script.main()
+    assert end.value.code == 2 and "no file has rolout in its name" in capsys.readouterr().err

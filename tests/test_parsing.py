@@ -3,7 +3,11 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
+import yaml
+from commands import assert_one_sentence, run
 
 from sparse_rl.cli.eval import _parser as _evaluation
 from sparse_rl.cli.parsing import parse
@@ -60,3 +64,45 @@ def test_no_model_of_an_evaluation_is_lost(arguments):
     assert parse(_evaluation(), arguments).models == ["a", "b"]
     with pytest.raises(ValueError, match="expected at least one argument"):
         parse(_evaluation(), ["--models"])
+
+
+def test_a_single_value_of_a_file_is_a_list_of_one():
+    settings = yaml.safe_dump({"models": "tiny", "benchmarks": ["gsm8k"], "kv": "rkv:16"})
+    given = parse(_evaluation(), ["--config", settings])
+    assert (given.models, given.benchmarks, given.kv) == (["tiny"], ["gsm8k"], ["rkv:16"])
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments", "message"),
+    [
+        ("eval", ["--models", "tiny", "--kv.policy", "rkv"], "--kv.policy is not a setting here: --kv says it all"),
+        ("inspect", ["--kv.policy=rkv"], "--kv.policy is not a setting here: --kv says it all"),
+        ("calibrate", ["--kv.policy", "rkv"], "--kv.policy is not a setting here: --kv says it all"),
+        ("generate", ["a", "--kv", "rkv:128"], "--kv is a section of settings; give them one by one, --kv.policy"),
+        ("train", ["--kv=rkv:128"], "--kv is a section of settings; give them one by one, --kv.policy"),
+        ("plan", ["--kv", "rkv:128"], "--kv is a section of settings; give them one by one, --kv.policy"),
+    ],
+)
+def test_a_section_and_a_setting_are_not_mixed_up(command, arguments, message):
+    assert_one_sentence(run(command, *arguments), message)
+
+
+@pytest.mark.parametrize("command", ["generate", "eval", "calibrate", "sft", "train", "plan"])
+@pytest.mark.parametrize(
+    "settings", [{"config": {"seed": 3}}, {"config": "x.yaml"}, {"command": "sparse-rl eval", "settings": {}}]
+)
+def test_a_record_is_no_file_of_settings(command, settings, tmp_path):
+    (tmp_path / "run.json").write_text(json.dumps(settings))
+    assert_one_sentence(run(command, "--config", str(tmp_path / "run.json")), "run.json is not a file of settings")
+
+
+def test_a_section_of_a_file_is_a_table_whatever_flags_say(tmp_path):
+    (tmp_path / "a.yaml").write_text("sampling: 3\n")
+    arguments = ["a", "--model", "tiny", "--sampling.max_tokens", "2", "--config", str(tmp_path / "a.yaml")]
+    assert_one_sentence(run("generate", *arguments), "sampling is 3 in a file; it must be a table of keys and values")
+
+
+def test_a_base_that_does_not_belong_is_named_with_the_file_that_was_given(tmp_path):
+    (tmp_path / "mine.yaml").write_text("base: qwen2.5-1.5b.yaml\n")
+    found = run("sft", "--config", str(tmp_path / "mine.yaml"))
+    assert_one_sentence(found, "mine.yaml, has task settings, which belong to `sparse-rl train`")

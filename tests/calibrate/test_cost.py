@@ -22,7 +22,7 @@ from sparse_rl.calibrate.cost import (
     speed_up,
     step_s,
 )
-from sparse_rl.calibrate.gpus import GPUS, gpu_of
+from sparse_rl.calibrate.gpus import GPUS, find_gpu, gpu_of
 from sparse_rl.cli.calibrate_cost import shape_model
 from sparse_rl.kv import RKV, Full
 from sparse_rl.kv.schedule import Schedule, constant, load
@@ -152,6 +152,7 @@ def test_one_table_has_the_gpus_of_every_command():
 )
 def test_a_gpu_at_hand_is_known_by_the_name_that_torch_has(device, name):
     assert gpu_of(device) == name
+    assert name is None or find_gpu(device, "") is GPUS[name]
     known = name not in (None, "rtx-pro-6000")
     limits = (gpu(name).bandwidth, gpu(name).flops) if known else (None, None)
     assert device_limits(device, torch.bfloat16) == limits

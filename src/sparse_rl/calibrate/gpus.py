@@ -38,7 +38,8 @@ GPUS: dict[str, GPU] = {
 
 
 def find_gpu(name: str, instead: str) -> GPU:
-    """The GPU that --gpu names; `instead` are the flags that do without a name."""
+    """The GPU that --gpu names, as here or as torch does; `instead` are the flags that do without a name."""
+    name = gpu_of(name) or name
     if name.lower() not in GPUS:
         hint = suggestion(name.lower(), GPUS)
         raise ValueError(f"--gpu {name!r} is unknown{hint}; choose one of {', '.join(GPUS)}, or give {instead}.")

@@ -203,7 +203,9 @@ def _compare(loaded: LoadedModel, policy: Any, sampling: Any, config: Any, promp
     for dense_rollout, rollout, dense_scores in zip(dense, sparse, scores, strict=True):
         lower, upper = overlap_bounds(_given(rollout.top_logprobs), _given(dense_scores.at_top_ids))
         console.print(side_by_side(loaded.tokenizer, dense_rollout, rollout, lower, exact=exact))
-        console.print(summary(dense_rollout, rollout, lower), highlight=False, soft_wrap=True)
+        console.print(
+            summary(dense_rollout, rollout, lower, lower if exact else upper), highlight=False, soft_wrap=True
+        )
         if output is not None:
             more = {"dense_logprobs": dense_scores.dense_logprobs.tolist(), "overlap": lower.tolist()}
             more |= {} if exact else {"overlap_upper": upper.tolist()}

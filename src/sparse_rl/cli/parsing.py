@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
 
+import yaml
 from jsonargparse import ActionYesNo, ArgumentParser, DefaultHelpFormatter, Namespace
 
 from sparse_rl.config import add_section, build_section, field_texts, flag_type, suggest
@@ -101,9 +102,34 @@ def refuse_null(settings: Namespace, *keys: str) -> None:
 def parse(parser: ArgumentParser, arguments: list[str], more_names: tuple[str, ...] = ()) -> Namespace:
     """The settings, or ValueError with one sentence; `more_names` may be suggested too."""
     try:
-        return parser.parse_args(_lists(parser, arguments))
+        return parser.parse_args(_lists(parser, _sections(parser, arguments)))
     except ArgumentError as error:
         raise ValueError(suggest(str(error), parser, more_names)) from error
+
+
+def _sections(parser: ArgumentParser, arguments: list[str]) -> list[str]:
+    """The same, where each section is used as one, in flags and in files; a file's single value is a list of one."""
+    options = {option: action for action in parser._actions for option in action.option_strings}
+    inside = {option.partition(".")[0]: option for option in reversed(options) if "." in option}  # a section's first
+    checked = list(arguments)
+    for i, argument in enumerate(arguments):
+        option = argument.partition("=")[0]
+        section = option.partition(".")[0]
+        if option in inside and option not in options:
+            raise ValueError(f"{option} is a section of settings; give them one by one, {inside[option]} and others.")
+        if option not in options and section in options and section not in inside:
+            raise ValueError(f"{option} is not a setting here: {section} says it all, {options[section].help}.")
+        if i and arguments[i - 1] == "--config":
+            settings = yaml.safe_load(argument)
+            for key, value in settings.items() if isinstance(settings, dict) else ():
+                flag = f"--{str(key).replace('_', '-')}"
+                if flag in inside and flag not in options and not isinstance(value, dict):
+                    said = "null" if value is None else repr(value)
+                    raise ValueError(f"{key} is {said} in a file; it must be a table of keys and values, its settings.")
+                if flag in options and options[flag].nargs == "+" and not isinstance(value, list):
+                    settings[key] = [value]
+            checked[i] = yaml.safe_dump(settings)
+    return checked
 
 
 def _lists(parser: ArgumentParser, arguments: list[str]) -> list[str]:

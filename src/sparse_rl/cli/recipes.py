@@ -77,10 +77,15 @@ def read_configs(name: str, command: str, above: tuple[str, ...] = ()) -> list[d
         raise ValueError(f"{name} is not YAML: {error}") from error
     if not isinstance(settings, dict):
         raise ValueError(f"{name} is not a table of settings; write lines of the form `key: value`.")
-    base = settings.pop("base", None)
+    base, whose = settings.pop("base", None), f"{name}, a base of {above[0]}," if above else name
+    if "config" in settings or {"command", "settings"} <= settings.keys():
+        raise ValueError(
+            f"{whose} is not a file of settings: it has the key {'config' if 'config' in settings else 'command'!r}. A "
+            "run's own record is resumed; `--dry-run` prints settings as such a file, and `base: FILE` names another."
+        )
     for section, owner in OWNERS.items():
         if section in settings and section not in OWN.get(command, ()):
-            raise ValueError(f"{name} has {section} settings, which belong to `sparse-rl {owner}`; give it there.")
+            raise ValueError(f"{whose} has {section} settings, which belong to `sparse-rl {owner}`; give it there.")
     return [*(read_configs(str(base), command, (*above, name)) if base is not None else ()), settings]
 
 

@@ -40,13 +40,14 @@ def side_by_side(
     return table
 
 
-def summary(dense: Rollout, sparse: Rollout, overlap_T: torch.Tensor) -> str:
-    """One line of statistics."""
+def summary(dense: Rollout, sparse: Rollout, overlap_T: torch.Tensor, upper_T: torch.Tensor) -> str:
+    """One line of statistics; `upper_T` is what the overlap is at most, where it is not known exactly."""
+    bounds = "" if torch.equal(overlap_T, upper_T) else f" or more (mean at most {upper_T.mean():.3f})"
     common = min(len(dense.token_ids), len(sparse.token_ids))
     differs = (dense.token_ids[:common] != sparse.token_ids[:common]).nonzero()
     diverged = f"first different token {int(differs[0])}" if len(differs) else f"first {common} tokens equal"
     return (
-        f"overlap mean {overlap_T.mean():.3f}, p05 {overlap_T.quantile(0.05):.3f}, min {overlap_T.min():.3f}; "
+        f"overlap mean {overlap_T.mean():.3f}, p05 {overlap_T.quantile(0.05):.3f}, min {overlap_T.min():.3f}{bounds}; "
         f"{diverged}; KV saved {100 * sparse.kv.saved_frac:.0f} %, read {100 * sparse.kv.read_frac:.0f} %, "
         f"peak {sparse.kv.peak} entries against {dense.kv.peak}, {sparse.kv.num_compressions} cuts"
     )

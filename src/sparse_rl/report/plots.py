@@ -174,7 +174,11 @@ def _figure(plot: Plot, runs: list[Run]) -> Figure:
     if len(plot.metrics) > 1:
         axes.legend(loc="lower right", bbox_to_anchor=(1.02, 0.98), ncols=len(metrics))
     if plot.scale == "log":
-        axes.set_yscale("log")
+        low, high = axes.dataLim.intervaly
+        if low > 0.1 and high < 3 * low:  # a log axis would have ticks of many digits
+            axes.ticklabel_format(axis="y", useOffset=False)
+        else:
+            axes.set_yscale("log")
     if plot.scale == "share":
         axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:g} %")
     if plot.scale in ("zero", "share"):
