@@ -111,6 +111,17 @@ def test_order_counts_in_tuples_alone():
         assert not equal(", ".join(shuffled[1:]), ", ".join(items))
 
 
+def test_an_item_of_a_list_is_matched_once():
+    rng = random.Random(random.random())
+    for _ in range(40):
+        items = [str(value) for value in rng.sample(range(-99, 99), rng.randint(2, 5))]
+        twice = rng.sample([*items[:-1], items[0]], len(items))
+        for given, right in ((items, twice), (twice, items)):
+            assert not equal(", ".join(given), ", ".join(right)), (given, right)
+            assert not equal("\\{" + ",".join(given) + "\\}", ", ".join(right)), (given, right)
+        assert equal(", ".join(sorted(twice)), ", ".join(twice))
+
+
 def test_bounds_are_open_or_closed():
     for opening in "([":
         for closing in ")]":

@@ -55,7 +55,13 @@ def taken(rollouts, advantages_R, correction, *, model=None, ref=None, temperatu
 
 def test_every_step_has_its_own_prompts_and_random_numbers(tmp_path, monkeypatch):
     trainer = small_trainer(tmp_path / "run", steps=3)
-    starts, samplings = [], []
+    starts, samplings, seeds = [], [], []
+
+    def learn(*args, generator, **more):
+        seeds.append(generator.initial_seed())
+        return update(*args, generator=generator, **more)
+
+    monkeypatch.setattr("sparse_rl.train.trainer.update", learn)
     stream, generate = TASK.stream, trainer.engine.generate
     trainer.task = SimpleNamespace(
         rewards=TASK.rewards,
@@ -66,6 +72,7 @@ def test_every_step_has_its_own_prompts_and_random_numbers(tmp_path, monkeypatch
     trainer.train()
     assert starts == [(0, 2), (2, 2), (4, 2)]
     assert len({sampling.seed for sampling in samplings}) == 3
+    assert seeds == [sampling.seed for sampling in samplings]
     other = small_trainer(tmp_path / "other", seed=1)
     assert other._seed not in {sampling.seed for sampling in samplings}
 

@@ -124,7 +124,6 @@ def test_tokens_that_somebody_fed_are_read_and_not_learnt(rollouts, preset):
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "fixed_length"])
 @pytest.mark.parametrize("preset", ["sparse_rl", "sparse_rl_release"])
-@pytest.mark.some(3)
 def test_packing_does_not_matter(rollouts, preset, aggregation):
     loss = LossConfig(aggregation=aggregation)
     together, metrics = gradient(rollouts, PRESETS[preset], loss, max_tokens=100_000)
