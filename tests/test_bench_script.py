@@ -83,6 +83,17 @@ def test_only_what_is_of_another_commit_runs_and_stands_beside_its_old_value(scr
     assert "+100.0%" in capsys.readouterr().out  # against what stood there before the first start
 
 
+def test_nothing_begins_when_the_time_is_up(script, repository, monkeypatch, capsys):
+    commands = {"rollout_cpu": "sparse-rl bench a", "calibrate_embedded": "sparse-rl calibrate"}
+    for name, command in commands.items():
+        (script.RESULTS / f"{name}.json").write_text(json.dumps([speed("a", command, 50.0)]))
+    monkeypatch.setattr(sys, "argv", ["bench.py", "cpu", "--minutes", "0"])
+    with pytest.raises(SystemExit) as end:
+        script.main()
+    assert end.value.code == 1 and repository == []
+    assert capsys.readouterr().err.splitlines() == [f"not begun: {command}" for command in commands.values()]
+
+
 def test_figures_are_the_readmes(script):
     """Its table of arms, the first rollout's speed, and one of look-up, wherever they are shown."""
     pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
@@ -130,9 +141,10 @@ def test_a_cut_evaluation_goes_on_and_is_copied(script, repository, monkeypatch)
         return subprocess.CompletedProcess(command, 0)
 
     monkeypatch.setattr(script.subprocess, "run", run)
-    command = "sparse-rl eval --models smollm2 --output evals/smollm2"
+    command = "sparse-rl eval --models smollm2 --resume --output evals/smollm2"  # as one that went on recorded it
     assert script.measure("eval_smollm2", command) and script.measure("eval_smollm2", command)
-    assert [one[-1] for one in started] == ["evals/smollm2", "--resume"]
+    first = ["eval", "--models", "smollm2", "--output", "evals/smollm2"]
+    assert [one[3:] for one in started] == [first, [*first, "--resume"]]
     assert (script.RESULTS / "eval_smollm2.md").read_text() == "table.md"
     assert (script.RESULTS / "eval_smollm2.json").read_text() == "results.json"
 

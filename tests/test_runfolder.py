@@ -18,6 +18,9 @@ from sparse_rl.runfolder import (
     damage,
     differences,
     digests,
+    discard,
+    publish,
+    unfinished,
     write_json,
     write_whole,
 )
@@ -62,6 +65,54 @@ def test_a_file_that_cannot_be_written_leaves_no_part_of_it(tmp_path):
     with pytest.raises(OSError, match=r"page could not be written .*; make room"):
         write_whole(tmp_path / "page", "text")
     assert [path.name for path in tmp_path.iterdir()] == ["page"]
+
+
+def test_a_file_that_is_written_again_is_the_older_one_until_it_is_on_disk(tmp_path, monkeypatch):
+    path, met = tmp_path / "page", []
+
+    def full(_):
+        met.append(path.read_text())
+        raise OSError(28, "No space left on device")
+
+    write_whole(path, "older")
+    with monkeypatch.context() as patch:
+        patch.setattr("sparse_rl.runfolder.os.fsync", full)
+        with pytest.raises(OSError, match="page could not be written"):
+            write_whole(path, "newer")
+    assert met == ["older"] and path.read_text() == "older" and list(tmp_path.iterdir()) == [path]
+    write_whole(path, "newer")
+    assert path.read_text() == "newer"
+
+
+def test_all_of_a_folder_is_on_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    folder = tmp_path / "checkpoint-2"
+    (unfinished(folder) / "state").mkdir(parents=True)
+    for name in ("state/one", "two"):
+        (unfinished(folder) / name).write_text(name)
+    on_disk = []
+    monkeypatch.setattr("sparse_rl.runfolder._to_disk", lambda path: on_disk.append((path, folder.exists())))
+    publish(unfinished(folder), folder)
+    *before, last = on_disk
+    names = (".", "state", "state/one", "two")
+    assert sorted(before) == sorted((unfinished(folder) / name, False) for name in names)
+    assert last == (tmp_path, True) and digests(folder).keys() == {"state/one", "two"}
+
+
+def test_a_folder_that_is_deleted_loses_its_name_first(tmp_path, monkeypatch):
+    folder = tmp_path / "checkpoint-2"
+    folder.mkdir()
+
+    def killed(_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("sparse_rl.runfolder.shutil.rmtree", killed)
+        with pytest.raises(KeyboardInterrupt):
+            discard(folder)
+    assert list(tmp_path.iterdir()) == [unfinished(folder)]
+    folder.mkdir()
+    discard(folder)
+    assert not list(tmp_path.iterdir())
 
 
 def test_records_are_json_whatever_their_numbers_are(tmp_path):

@@ -6,12 +6,12 @@ from __future__ import annotations
 import json
 import random
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import pytest
 
-from sparse_rl.specs import build, renamed
+from sparse_rl.specs import build, refuse_unused, renamed
 
 
 @dataclass(frozen=True)
@@ -99,6 +99,17 @@ def test_a_maker_s_own_error_loses_its_section():
 
     with pytest.raises(ValueError, match=r"^cache 'small:1': budget is 1; it must be larger\.$"):
         build("cache", "small:1", {"small": refuses}, first="budget")
+
+
+@pytest.mark.parametrize(("name", "value"), [("count", 0), ("share", 0.0), ("on", True), ("text", ""), ("kind", "b")])
+def test_a_setting_that_nothing_reads_is_refused_unless_it_is_the_default(name, value):
+    given = replace(Thing(), **{name: value})
+    others = [field for field in Thing.__dataclass_fields__ if field != name]
+    for names in ((), (name,), (*others, name)):
+        refuse_unused(Thing(), "part", "nobody reads it", *names)
+        with pytest.raises(ValueError, match=rf"^part\.{name} is given, but nobody reads it\.$"):
+            refuse_unused(given, "part", "nobody reads it", *names)
+    refuse_unused(given, "part", "nobody reads it", *others)
 
 
 @pytest.mark.parametrize(

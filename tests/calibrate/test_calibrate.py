@@ -291,6 +291,12 @@ def test_cost_command():
     landmarks = 26 / 28 * 16 * 8192 * 28 * 8 * 128 * 2 * (1 / 16 - 1 / 64) / found["machine"]["bandwidth"]
     saved = found["steps"][0]["sparse_ms"] + 5 - slower["steps"][0]["sparse_ms"]
     assert saved == pytest.approx(1e3 * landmarks), "a quarter of the landmarks"
+    for given in ({"bandwidth": 1e12}, {"flops": 1e14}, {"bandwidth": 1e12, "flops": 1e14}):
+        flags = [text for name, value in given.items() for text in (f"--{name}", str(value))]
+        code, out, err = run("calibrate", "cost", "--gpu", "h200", *flags, "--json")
+        assert code == 0, err
+        known = {name: found["machine"][name] for name in ("bandwidth", "flops")}
+        assert {name: json.loads(out)["machine"][name] for name in known} == known | given
     for flag, value, said in (
         ("--bandwidth", ".nan", "--bandwidth is nan; it must be above 0 and finite"),
         ("--flops", "0", "--flops is 0.0"),
@@ -320,7 +326,12 @@ def test_steps_are_measured_with_the_pages_of_the_prediction(monkeypatch):
     for kv in ("pages_mean:96", "rkv:budget=128,interval=4,select=pages_mean,select_budget=96"):
         code, out, err = run("calibrate", "cost", *measured, "--kv", kv, "--json")
         assert code == 0, err
-        assert json.loads(out)["reading"]["page"] == 32 == sizes[kv.partition(":")[0], 64]
+        found = json.loads(out)
+        assert found["reading"]["page"] == 32 == sizes[kv.partition(":")[0], 64]
+        (step,) = found["steps"]
+        assert step["predicted_dense_ms"] == pytest.approx(step["dense_ms"]), "what is missing is the fixed cost"
+        assert step["predicted_ratio"] == pytest.approx(step["predicted_dense_ms"] / step["predicted_sparse_ms"])
+        assert step["error"] == pytest.approx(step["predicted_ratio"] / step["ratio"] - 1) and step["error"] != 0
 
 
 def test_a_measurement_is_told_from_others_by_every_setting(tmp_path, monkeypatch):

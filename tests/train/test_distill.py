@@ -21,6 +21,7 @@ from sparse_rl.model.lora import LoraConfig
 from sparse_rl.model.sampler_adapter import Merged, SamplerAdapter
 from sparse_rl.rollout import Sampling
 from sparse_rl.rollout.fusion import find_groups, fused
+from sparse_rl.rollout.memory import GuardedEngine
 from sparse_rl.train import OptimizerConfig, UpdateConfig
 from sparse_rl.train.control import ControlConfig, measure
 from sparse_rl.train.distill import DistillConfig, Distiller
@@ -85,6 +86,21 @@ def test_a_resumed_run_is_the_run_that_was_never_stopped(whole, tmp_path):
         trainer = small_trainer(tmp_path / "run", parts=given, steps=4, resume_from_checkpoint=True)
         with pytest.raises(ValueError, match=said):
             trainer.train()
+
+
+def test_what_is_evaluated_is_sampled_without_the_adapter(tmp_path, monkeypatch):
+    parts = PARTS | {"distill": DISTILL, "eval": EvalConfig(every=1, prompts=2)}
+    trainer = small_trainer(tmp_path / "run", parts=parts, steps=1)
+    generate, adapted = GuardedEngine.generate, []
+
+    def watched(engine, *args, **more):
+        names = [name for name, _ in trainer.loaded.model.named_parameters() if "low_rank" in name]
+        adapted.append((engine is trainer.engine, bool(names)))
+        return generate(engine, *args, **more)
+
+    monkeypatch.setattr(GuardedEngine, "generate", watched)
+    trainer.train()
+    assert adapted == [(False, False)] * 2 + [(True, True)] + [(False, False)] * 2
 
 
 def test_a_run_may_get_an_adapter_later(tmp_path):

@@ -98,8 +98,11 @@ def test_a_rejected_completion_is_logged_with_its_worst_token_and_both_log_probs
 
 
 def test_a_budget_above_all_lengths_is_warned_of_once(tmp_path, caplog):
-    small_trainer(tmp_path / "run", steps=2, parts={"kv": RKV(budget=64, interval=64, window=4)}).train()
+    parts = {"kv": RKV(budget=64, interval=64, window=4)}
+    small_trainer(tmp_path / "run", steps=2, parts=parts).train()
     assert caplog.text.count("no cache was ever cut") == 1 and "a smaller kv.budget" in caplog.text
+    small_trainer(tmp_path / "run", steps=3, parts=parts, resume_from_checkpoint=True).train()
+    assert caplog.text.count("no cache was ever cut") == 1
     lines = read_log(tmp_path / "run" / "metrics.jsonl")
     assert lines[1]["kv/saved_frac"] == 0.0 and lines[1]["correction/rejection_rate"] == 0.0
 
