@@ -181,7 +181,8 @@ def write_compared(names: list[str], before: Path) -> None:
 
 
 def compared(name: str, before: list[dict[str, Any]], after: list[dict[str, Any]]) -> str:
-    """A line a figure: before, now, and the change."""
+    """A line a figure: before, now, and the change; what was not measured again is left out."""
+    after = [record for record in after if record not in before]
     commits = [", ".join(dict.fromkeys(record["commit"] for record in records)) for records in (before, after)]
     lines = [name, "", f"Before: {commits[0]}. Now: {commits[1]}.", ""]
     lines += ["| what | figure | before | now | change |", "|---|---|---:|---:|---:|"]

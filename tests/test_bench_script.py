@@ -185,14 +185,18 @@ def test_a_file_s_figures_replace_its_own_in_the_comparison_and_no_other_s(scrip
         (script.RESULTS / f"{name}.json").write_text(json.dumps([speed("a", "x", value)]))
     before = Path("before")
     shutil.copytree(script.RESULTS, before)
+    records = [speed("a", "x", 6.0, "new"), speed("b", "y", 7.0)]
+    (script.RESULTS / "rollout_h200.json").write_text(json.dumps(records))
+    (before / "rollout_h200.json").write_text(json.dumps([speed("a", "x", 4.0), records[1]]))
     script.write_compared(["rollout_h200"], before)
     (script.RESULTS / "rollout_cpu.json").write_text(json.dumps([speed("a", "x", 5.0, "new")]))
     script.write_compared(["rollout_cpu"], before)
     page = (script.RESULTS / "compared.md").read_text()
     assert page.index("## rollout_cpu\n\nBefore: old. Now: new.") < page.index(
-        "## rollout_h200\n\nBefore: old. Now: old."
+        "## rollout_h200\n\nBefore: old. Now: new."
     )
-    assert "| a | tokens_per_s | 10 | 5 | -50.0% |" in page and "| a | tokens_per_s | 4 | 4 | +0.0% |" in page
+    assert "| a | tokens_per_s | 10 | 5 | -50.0% |" in page and "| a | tokens_per_s | 4 | 6 | +50.0% |" in page
+    assert "| b |" not in page, "it was not measured again"
 
 
 @pytest.mark.parametrize("machine", ["cpu", "gpu"])
