@@ -56,7 +56,7 @@ coverage: .venv/ready
 bench-cpu: .venv/ready
 	$(BIN)/python scripts/bench.py cpu $(BENCH)
 
-## bench-gpu: the same of an H200 (an hour), with the Python that is active, whose torch is the GPU's
+## bench-gpu: the same of an H200 (two hours), with the Python that is active, whose torch is the GPU's
 bench-gpu:
 	PYTHONPATH=src $(PYTHON) scripts/bench.py gpu $(BENCH)
 

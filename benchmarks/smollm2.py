@@ -14,7 +14,7 @@ cache earns, with at most REJECTION of the rollouts having a token that the dens
 Arms run side by side, a process each, and are evaluated on the same held-out prompts with the dense and with the sparse
 cache; so is the model before, and what an arm gains is the mean over prompts of what each gained. What has been done is
 not done again: the folder --runs keeps it. Results go to benchmarks/results/smollm2_TASK.json,
-the report's plots beside them.
+the report's plots of both caches beside them.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -113,10 +114,13 @@ def main() -> None:
         "runs": results,
     }
     (args.results / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
-    plots = ["--output", str(folder / "report.html"), "--png", str(args.results / name)]
+    plots = ["--output", str(folder / "report.html"), "--png", str(folder / "plots")]
     subprocess.run(
         [sys.executable, "-m", "sparse_rl", "report", *(str(folder / arm) for arm in args.arms), *plots], check=True
     )
+    (args.results / name).mkdir(exist_ok=True)
+    for cache in CACHES:
+        shutil.copy(folder / "plots" / f"{cache}.png", args.results / name)
     print(table(record))
     print(f"{time.time() - began:.0f} s")
 

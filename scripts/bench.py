@@ -4,13 +4,13 @@
     python scripts/bench.py cpu|gpu [--list] [--only rollout learner] [--minutes 8]
 
 Every file of benchmarks/results says which commands made it. They run again here and write into the same files: those
-that measure speed one after the other, then the others side by side, their words in runs/bench/COMMIT. What was
-measured at this commit is not measured again, so a run may be cut anywhere. Every figure stands beside its old value in
-benchmarks/results/compared.md; the files as they were when a commit was first measured stay in
-runs/bench/COMMIT/before, and what other commits left half done moves to runs/bench/COMMIT. Then
-`python scripts/docs_tables.py` writes the tables of README and docs.
-Word problems and the last evaluation need the folder data/ (scripts/word_problems.py).
-Not here: benchmarks/evidence, which has a script a part, and takes hours.
+that measure speed one after the other, then the others side by side, their words in runs/bench/COMMIT; last the cells
+of benchmarks/evidence, an hour of them. What was measured at this commit is not measured again, so a run may be cut
+anywhere. Every figure that moved stands beside its old value in benchmarks/results/compared.md; the files as they were
+when a commit was first measured stay in runs/bench/COMMIT/before, and what other commits left half done moves to
+runs/bench/COMMIT. Then `python scripts/docs_tables.py` writes the tables of README and docs, and
+`sparse-rl report --evidence benchmarks/evidence/results --output docs/evidence.md` the evidence.
+Word problems, the last evaluation and the evidence's part of SmolLM2 need the folder data/ (scripts/word_problems.py).
 """
 
 from __future__ import annotations
@@ -34,14 +34,20 @@ RESULTS = Path("benchmarks/results")
 SPEED = ("rollout_h200", "learner_h200", "full_step_h200", "policies_speed", "cost_h200")
 CALIBRATED = ("calibrate_smollm2/snapkv", "calibrate_smollm2/pages_mean")
 QUALITY = ("smollm2_words", "eval_smollm2", "smollm2_lookup", "policies_quality", *CALIBRATED)
-FILES = {"cpu": ("rollout_cpu", "calibrate_embedded"), "gpu": (*SPEED, *QUALITY)}
+FILES = {"cpu": ("rollout_cpu", "calibrate_embedded"), "gpu": (*SPEED, *QUALITY, "evidence")}
+EVIDENCE = Path("benchmarks/evidence/results")
+PARTS = {  # of the evidence, and what measures each again
+    **dict.fromkeys("cadbfg", "python benchmarks/evidence/several.py c a d b f g --again"),
+    "e": "python benchmarks/evidence/part_e.py --jobs 1 --again",
+    "smollm2": "python benchmarks/evidence/part_smollm2.py --jobs 5 --again",
+}
 WARM = Path("runs/smollm2/warm/done")  # what smollm2_words leaves on its way, and eval_smollm2 begins with
 COPIED = {  # from the folder of the command's --output
     "eval_smollm2": {"results.json": "json", "table.md": "md"},
     **{name: {"results.json": "json", "report.png": "png"} for name in CALIBRATED},
     "calibrate_embedded": {"results.json": "json"},
 }
-WORK = ("runs/smollm2", "evals/smollm2", *(f"runs/cal-{name}" for name in ("snapkv", "pages_mean", "embedded")))
+WORK = ("runs/smollm2", "runs/evidence", "evals/smollm2", "runs/cal-snapkv", "runs/cal-pages_mean", "runs/cal-embedded")
 FIGURES = (  # of a record's results, those that README and docs show
     *(
         "tokens_per_s",
@@ -81,14 +87,11 @@ def main() -> None:
     commit = os.environ.get("COMMIT") or package_commit()
     if commit is None:
         parser.error("there is no repository; set the variable COMMIT to say what is measured")
-    names = [
-        name
-        for name in FILES[args.machine]
-        if any(part in name for part in args.only) and (RESULTS / f"{name}.json").exists()
-    ]
+    asked = [name for name in FILES[args.machine] if any(part in name for part in args.only)]
+    names = [name for name in asked if read(RESULTS, name)]
     if not names:
         parser.error(f"no file has {' or '.join(args.only)} in its name; there are {', '.join(FILES[args.machine])}")
-    todo = {name: outdated(read(RESULTS / f"{name}.json"), commit) for name in names}
+    todo = {name: outdated(read(RESULTS, name), commit) for name in names}
     if args.list:
         print(*(command for commands in todo.values() for command in commands), sep="\n")
         return
@@ -96,21 +99,39 @@ def main() -> None:
     if not before.exists():
         begin(before)
     end = time.monotonic() + 60 * args.minutes
-    alone = [(name, command) for name in names if name not in QUALITY for command in todo[name]]
+    together = {name: todo[name] for name in names if name in QUALITY}
+    alone = [(name, command) for name in names if name not in (*QUALITY, "evidence") for command in todo[name]]
     failed = [command for name, command in alone if time.monotonic() < end and not measure(name, command)]
     if time.monotonic() < end:
-        failed += side_by_side({name: todo[name] for name in names if name in QUALITY}, before.parent)
+        failed += side_by_side(together, before.parent)
+    for command in todo.get("evidence", []):
+        minutes = (end - time.monotonic()) / 60  # it begins no cell that would not end by then
+        failed += [command] if minutes > 0 and not measure("evidence", f"{command} --minutes {minutes:.1f}") else []
     write_compared(names, before)
-    left = [command for name in names for command in outdated(read(RESULTS / f"{name}.json"), commit)]
+    left = [command for name in names for command in outdated(read(RESULTS, name), commit)]
     for command in left:
         print(f"{'failed' if command in failed else 'not begun'}: {command}", file=sys.stderr)
     sys.exit(1 if left else 0)
 
 
-def read(path: Path) -> list[dict[str, Any]]:
-    """The records of a file; one that is a single record is its only one."""
-    found = json.loads(path.read_text())
+def read(folder: Path, name: str) -> list[dict[str, Any]]:
+    """The records of a file, none where there is none; one that is a single record is its only one."""
+    if name == "evidence":
+        return evidence(EVIDENCE if folder == RESULTS else folder / name)
+    path = folder / f"{name}.json"
+    found = json.loads(path.read_text()) if path.exists() else []
     return found if isinstance(found, list) else [found]
+
+
+def evidence(folder: Path) -> list[dict[str, Any]]:
+    """The newest record of every cell; what the cells start from is not measured again."""
+    newest = {}
+    for part, command in PARTS.items():
+        path = folder / f"{part}.jsonl"
+        for line in path.read_text().splitlines() if path.exists() else ():
+            cell = json.loads(line)
+            newest[cell["cell"]] = cell | {"label": cell["cell"], "command": command}
+    return list(newest.values())
 
 
 def outdated(records: list[dict[str, Any]], commit: str) -> list[str]:
@@ -133,6 +154,8 @@ def begin(before: Path) -> None:
             (before.parent / folder).parent.mkdir(parents=True, exist_ok=True)
             shutil.move(folder, before.parent / folder)
     shutil.copytree(RESULTS, before)
+    if EVIDENCE.exists():
+        shutil.copytree(EVIDENCE, before / "evidence")
 
 
 def side_by_side(todo: dict[str, list[str]], logs: Path) -> list[str]:
@@ -174,25 +197,28 @@ def write_compared(names: list[str], before: Path) -> None:
     head, *rest = (path.read_text() if path.exists() else COMPARED).split("\n## ")
     sections = {section.partition("\n")[0]: section for section in rest}
     for name in names:
-        sections[name] = compared(name, read(before / f"{name}.json"), read(RESULTS / f"{name}.json"))
+        sections[name] = compared(name, read(before, name), read(RESULTS, name))
         print(f"\n{sections[name]}")
     known = [name for group in FILES.values() for name in group if name in sections]
     path.write_text("\n## ".join([head.rstrip("\n") + "\n", *(sections[name].rstrip("\n") + "\n" for name in known)]))
 
 
 def compared(name: str, before: list[dict[str, Any]], after: list[dict[str, Any]]) -> str:
-    """A line a figure: before, now, and the change; what was not measured again is left out."""
+    """A line a figure that moved: before, now, and the change; what was not measured again is left out."""
     after = [record for record in after if record not in before]
+    labels = {record.get("label") for record in after}
+    before = [record for record in before if record.get("label") in labels]
     commits = [", ".join(dict.fromkeys(record["commit"] for record in records)) for records in (before, after)]
-    lines = [name, "", f"Before: {commits[0]}. Now: {commits[1]}.", ""]
-    lines += ["| what | figure | before | now | change |", "|---|---|---:|---:|---:|"]
-    old, new = figures(before), figures(after)
-    for (label, figure), value in new.items():
+    rows, same, old = [], 0, figures(before)
+    for (label, figure), value in figures(after).items():
         known = old.get((label, figure))
+        shown = ["" if number is None else f"{number:,.5g}" for number in (known, value)]
+        same += shown[0] == shown[1]
         change = f"{value / known - 1:+.1%}" if known else ""
-        shown = "" if known is None else f"{known:,.5g}"
-        lines.append(f"| {label} | {figure} | {shown} | {value:,.5g} | {change} |")
-    return "\n".join(lines) + "\n"
+        rows += [f"| {label} | {figure} | {shown[0]} | {shown[1]} | {change} |"] if shown[0] != shown[1] else []
+    lines = [name, "", f"Before: {commits[0]}. Now: {commits[1]}. {same} of {same + len(rows)} figures are the same."]
+    head = ["", "| what | figure | before | now | change |", "|---|---|---:|---:|---:|"]
+    return "\n".join([*lines, *(head if rows else []), *rows]) + "\n"
 
 
 def figures(records: list[dict[str, Any]]) -> dict[tuple[str, str], float]:
@@ -205,7 +231,9 @@ def figures(records: list[dict[str, Any]]) -> dict[tuple[str, str], float]:
                 value = value.get(key) if isinstance(value, dict) else None
             if value is not None:
                 found[record["label"], name] = value
-        if "runs" in record and "arm" in record["runs"][0]:
+        if "cell" in record:
+            found |= one_cell(record)
+        elif "runs" in record and "arm" in record["runs"][0]:
             found |= arms(record)
         elif "cells" in record:
             found |= cells(record["cells"])
@@ -214,6 +242,18 @@ def figures(records: list[dict[str, Any]]) -> dict[tuple[str, str], float]:
         elif "steps" in record["results"]:
             found |= steps(record)
     return found
+
+
+def one_cell(record: dict[str, Any]) -> dict[tuple[str, str], float]:
+    """Of a cell of the evidence: accuracies, alone or by cache, its tail, its times."""
+    results = record["results"]
+    accuracies = {cache: results[cache] for cache in ("dense", "sparse") if cache in results}
+    accuracies |= results.get("matrix", {})
+    found = {f"{cache} accuracy": value for cache, (value, _) in accuracies.items()}
+    found |= {name: value for name, value in results.items() if name.endswith("_s") or name == "overlap_p05"}
+    for target, schedule in results.get("schedules", {}).items():
+        found |= {f"tail for {target} in bin {i}": tail for i, tail in enumerate(schedule["tails"])}
+    return {(record["label"], name): value for name, value in found.items()}
 
 
 def arms(record: dict[str, Any]) -> dict[tuple[str, str], float]:

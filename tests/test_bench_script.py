@@ -100,7 +100,7 @@ def test_figures_are_the_readmes(script):
     readme = "".join(page.read_text(encoding="utf-8") for page in pages)
 
     def read(name):
-        return script.figures(script.read(ROOT / "benchmarks" / "results" / f"{name}.json"))
+        return script.figures(script.read(ROOT / script.RESULTS, name))
 
     evidence = read_evidence(ROOT / "benchmarks" / "evidence" / "results")
     first = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -114,14 +114,14 @@ def test_figures_are_the_readmes(script):
 
 
 @pytest.mark.parametrize("machine", ["cpu", "gpu"])
-def test_every_command_of_the_results_is_one_that_exists(script, machine):
+def test_every_command_of_the_results_is_one_that_exists(script, machine, monkeypatch):
     from sparse_rl.cli import COMMANDS
 
+    monkeypatch.chdir(ROOT)
     for name in script.FILES[machine]:
-        if (path := ROOT / script.RESULTS / f"{name}.json").exists():
-            for command in script.outdated(script.read(path), "another"):
-                program, first, *_ = shlex.split(command)
-                assert (program == "sparse-rl" and first in COMMANDS) or (ROOT / first).is_file(), command
+        for command in script.outdated(script.read(script.RESULTS, name), "another"):
+            program, first, *_ = shlex.split(command)
+            assert (program == "sparse-rl" and first in COMMANDS) or (ROOT / first).is_file(), command
 
 
 def test_what_was_cut_is_due_again(script):
@@ -200,9 +200,13 @@ def test_a_file_s_figures_replace_its_own_in_the_comparison_and_no_other_s(scrip
 
 
 @pytest.mark.parametrize("machine", ["cpu", "gpu"])
-def test_every_record_has_figures(script, machine):
+def test_every_record_has_figures(script, machine, monkeypatch):
+    monkeypatch.chdir(ROOT)
     for name in script.FILES[machine]:
-        assert script.figures(script.read(ROOT / script.RESULTS / f"{name}.json")), name
+        records = script.read(script.RESULTS, name)
+        assert script.figures(records), name
+        for record in records if name == "evidence" else ():
+            assert script.figures([record]) or record["label"] == "smollm2-start", record["label"]
 
 
 def test_a_name_that_no_file_has_is_an_error(script, repository, monkeypatch, capsys):
@@ -210,3 +214,32 @@ def test_a_name_that_no_file_has_is_an_error(script, repository, monkeypatch, ca
     with pytest.raises(SystemExit) as end:
         script.main()
     assert end.value.code == 2 and "no file has rolout in its name" in capsys.readouterr().err
+
+
+def cell(name: str, commit: str, accuracy: float) -> dict:
+    return {"cell": name, "part": "a", "commit": commit, "results": {"dense": [accuracy, 0.01], "start": "x"}}
+
+
+def test_cells_of_the_evidence_are_due_by_their_part_and_compared_by_name(script, repository, monkeypatch, capsys):
+    """A line is added for what is measured again; the newest counts."""
+    script.EVIDENCE.mkdir(parents=True)
+    path = script.EVIDENCE / "a.jsonl"
+    path.write_text("".join(json.dumps(cell(name, "old", 0.5)) + "\n" for name in ("short-a", "short-b", "short-c")))
+
+    def run(command, **_):
+        repository.append(shlex.join(command[1:]))
+        with open(path, "a") as file:
+            for name, accuracy in (("short-a", 0.6), ("short-b", 0.5)):  # then the time is up
+                file.write(json.dumps(cell(name, "new", accuracy)) + "\n")
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr(script.subprocess, "run", run)
+    monkeypatch.setattr(sys, "argv", ["bench.py", "gpu", "--only", "evidence", "--minutes", "3"])
+    with pytest.raises(SystemExit) as end:
+        script.main()
+    assert end.value.code == 1, "one cell is left"
+    assert repository == ["benchmarks/evidence/several.py c a d b f g --again --minutes 3.0"]
+    assert capsys.readouterr().err == "not begun: python benchmarks/evidence/several.py c a d b f g --again\n"
+    page = (script.RESULTS / "compared.md").read_text()
+    assert "Before: old. Now: new. 1 of 2 figures are the same." in page
+    assert "| short-a | dense accuracy | 0.5 | 0.6 | +20.0% |" in page and "short-c" not in page

@@ -287,9 +287,11 @@ def failing_worker(connection, device, models):
 def test_done_with_other_settings_is_not_done(evidence):
     cells, pool = evidence
     cell = cells.Cell(name="x", part="c", work="matrix", settings={"budgets": (1, 2)})
-    assert pool._done(cell, {"x": {"settings": {"budgets": [1, 2]}}})
-    assert not pool._done(cell, {"x": {"settings": {"budgets": [1, 3]}}})
-    assert not pool._done(cell, {})
+    result = {"settings": {"budgets": [1, 2]}, "commit": "old"}
+    assert pool._done(cell, {"x": result}, None) and pool._done(cell, {"x": result}, "old")
+    assert not pool._done(cell, {"x": result}, "new")
+    assert not pool._done(cell, {"x": result | {"settings": {"budgets": [1, 3]}}}, None)
+    assert not pool._done(cell, {}, None)
 
 
 def test_a_start_model_is_never_made_anew_unasked(evidence, tmp_path, monkeypatch):

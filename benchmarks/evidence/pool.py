@@ -37,6 +37,7 @@ def main(parts: dict[str, Callable[[Testbed], list[Cell]]], description: str | N
     parser.add_argument("--testbed", nargs="+", default=["short", "long"], choices=list(TESTBEDS))
     parser.add_argument("--only", nargs="+", metavar="CELL", help="run these again, done or not")
     parser.add_argument("--match", default="", help="only cells whose name has this in it")
+    parser.add_argument("--again", action="store_true", help="what was measured at another commit is not done")
     parser.add_argument("--list", action="store_true", help="name the cells and whether they are done")
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 1) - 2), help="processes")
     parser.add_argument("--minutes", type=float, default=1e9, help="begin nothing that would not end by then")
@@ -50,7 +51,8 @@ def main(parts: dict[str, Callable[[Testbed], list[Cell]]], description: str | N
     listed = {cell.name: cell for make in parts.values() for bed in beds for cell in make(bed)}
     known = {c.name: c for bed in TESTBEDS.values() for make in (warm_cells, *_makers()) for c in make(bed)}
     results = read_results(args.results, PARTS)
-    done = {name for name, cell in known.items() if _done(cell, results)}
+    commit = _commit() if args.again else None
+    done = {name for name, cell in known.items() if _done(cell, results, commit)}
     if args.list:
         for name in listed:
             print(f"{'done' if name in done else '    '}  {name}")
@@ -99,6 +101,12 @@ def _check_data(cells: list[Cell]) -> None:
                 f"there is no {folder}/warm.jsonl; `python scripts/word_problems.py DATA {folder} --warm-only gsm8k` "
                 "makes it, from a folder of benchmarks."
             )
+
+
+def _commit() -> str:
+    from sparse_rl.runfolder import package_commit
+
+    return os.environ.get("COMMIT") or package_commit() or sys.exit("--again needs a repository, or COMMIT set.")
 
 
 def _check_device(name: str) -> None:
@@ -218,9 +226,11 @@ def _note(longest: dict[str, float], cell: Cell, seconds: float) -> None:
     longest[_kind(cell)] = max(longest.get(_kind(cell), 0.0), seconds)
 
 
-def _done(cell: Cell, results: dict[str, dict[str, Any]]) -> bool:
-    """Whether there is a result with these very settings."""
-    return cell.name in results and results[cell.name]["settings"] == json.loads(json.dumps(cell.settings))
+def _done(cell: Cell, results: dict[str, dict[str, Any]], commit: str | None) -> bool:
+    """Whether there is a result with these very settings, of this commit if it has to be of one."""
+    result = results.get(cell.name, {})
+    same = result.get("settings") == json.loads(json.dumps(cell.settings))
+    return same and commit in (None, result.get("commit"))
 
 
 def _worker(connection: Connection, device: str, models: Path) -> None:
