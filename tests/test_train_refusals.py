@@ -13,6 +13,15 @@ BAD = {
     "what the trainer sets": (["--sampling.top_logprobs", "3"], "unknown option 'sampling.top_logprobs'"),
     "abbreviation": (["--trainer.step", "3"], "unknown option 'trainer.step'; did you mean --trainer.steps?"),
     "a word for a number": (["--max_steps", "many"], "trainer.steps is 'many', which is not of type int"),
+    "infinity without its dot": (["--correction.upper", "inf"], "not of type float; infinity is written .inf."),
+    "a moving budget of no policy": (
+        ["--kv.policy", "full", "--kv.budget", "auto"],
+        "control.auto moves kv.budget, but kv.policy full has none",
+    ),
+    "a correction that nothing reads": (
+        ["--correction.preset", "none", "--correction.level", "sequence"],
+        "correction.level is sequence, which changes nothing; set weight, lower or upper",
+    ),
     "unknown task": (["--task.name", "chains"], "task.name is 'chains'; choose one of chain, lookup, rows"),
     "another task's setting": (["--task.rewards", "a:b"], "task.rewards is not a setting of the task 'chain'"),
     "a file without rewards": (["--task.train_file", "a"], "task.rewards is missing"),

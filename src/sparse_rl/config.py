@@ -181,5 +181,6 @@ def suggest(message: str, parser: ArgumentParser, more_names: tuple[str, ...] = 
     wrong = re.search(r'Parser key "([\w.]+)".*(?:Got value|Given value): (\S+)', message)
     kinds = [kind for kind in re.findall(r"<class '(\w+)'>", message) if kind not in ("NoneType", "str")]
     if wrong and kinds:
-        return f"{wrong[1]} is {wrong[2]!r}, which is not of type {' or '.join(dict.fromkeys(kinds))}."
+        hint = "; infinity is written .inf" if wrong[2].strip("-'\"").lower() in ("inf", "infinity") else ""
+        return f"{wrong[1]} is {wrong[2]!r}, which is not of type {' or '.join(dict.fromkeys(kinds))}{hint}."
     return message

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import time
 from functools import partial
 
 import huggingface_hub
@@ -173,7 +175,13 @@ def test_names_that_lead_nowhere(name, message, monkeypatch):
 
 
 def test_broken_folders_are_named(tmp_path):
-    with pytest.raises(ValueError, match="no config"):
+    with pytest.raises(ValueError, match=r"no config\.json\.$"):
+        load(str(tmp_path))
+    for step, age in ((9, 200), (10, 100)):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        (tmp_path / f"checkpoint-{step}" / "config.json").touch()
+        os.utime(tmp_path / f"checkpoint-{step}" / "config.json", (time.time() - age,) * 2)
+    with pytest.raises(ValueError, match=r"Its last checkpoint has one: .*checkpoint-10$"):
         load(str(tmp_path))
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ValueError, match="could not be loaded"):

@@ -9,9 +9,9 @@ import pytest
 import torch
 from long_run import BIG, H200, held, long_run
 
-from sparse_rl.kv import RKV, Full, SnapKV
+from sparse_rl.kv import RKV, Full, Quest, SnapKV
 from sparse_rl.model.shapes import shape_config
-from sparse_rl.plan import Device, as_json, make_plan, model_size, remedies, rows_that_fit, summary, together
+from sparse_rl.plan import Device, as_json, lines, make_plan, model_size, remedies, rows_that_fit, summary, together
 from sparse_rl.plan.memory import largest
 
 
@@ -40,6 +40,21 @@ def test_rows_that_fit_is_the_most(policy, memory):
         return make_plan(size, replace(run, kv=policy, rows=count, requests=count), device).rollout_fits
 
     assert rows > 0 and fits(rows) and not fits(rows + 1)
+
+
+def test_rows_are_shown_of_the_runs_own_policy_and_of_one_that_evicts(qwen):
+    """A policy that selects holds everything, and has no more rows than the dense cache."""
+    for kv, names in (
+        (Full(), ["dense", "rkv 512+128"]),
+        (SnapKV(budget=64), ["dense", "snapkv 64+128"]),
+        (Quest(budget=256), ["dense", "quest 256", "rkv 512+128"]),
+    ):
+        plan = make_plan(qwen, long_run(kv=kv), H200)
+        (line,) = [line for line in lines(plan) if line.startswith("rows in flight that fit: ")]
+        shown = [part.split(" ", 1) for part in line.partition(": ")[2].split(", ")]
+        assert [name for _, name in shown] == names
+        if len(shown) == 3:
+            assert int(shown[1][0]) <= int(shown[0][0]) < int(shown[2][0])
 
 
 def test_sparse_rows_are_many_times_the_dense_ones(qwen):

@@ -11,7 +11,7 @@ from sparse_rl.plan.device import choose_device, parse_bytes
 
 @pytest.mark.parametrize(
     ("text", "count"),
-    [("80GB", 80 * 10**9), ("80 gb", 80 * 10**9), ("1.5GiB", 3 * 2**29), ("1000", 1000), ("2e9", 2 * 10**9)],
+    [("80GB", 80 * 10**9), ("80 gb", 80 * 10**9), ("1.5GiB", 3 * 2**29), ("1000000", 10**6), ("2e9", 2 * 10**9)],
 )
 def test_bytes_as_people_write_them(text, count):
     assert parse_bytes(text) == count
@@ -20,6 +20,12 @@ def test_bytes_as_people_write_them(text, count):
 @pytest.mark.parametrize("text", ["", "GB", "80 GBs", "-3", "0", "1.2.3GB", "many"])
 def test_bytes_nobody_can_read(text):
     with pytest.raises(ValueError, match="--memory is"):
+        parse_bytes(text)
+
+
+@pytest.mark.parametrize("text", ["80", "999999", "80kB"])
+def test_a_unit_that_was_forgotten(text):
+    with pytest.raises(ValueError, match=f"--memory is '{text}', .* bytes, which no GPU has; write a unit"):
         parse_bytes(text)
 
 

@@ -276,6 +276,12 @@ def test_a_policy_that_chooses_pages_saves_by_reading_less(tmp_path, read, advis
     assert ("no KV was saved" in report(write_run(tmp_path / "run", [line], config("quest")))) == advised
 
 
+def test_steps_without_any_reward_are_told(tmp_path):
+    lines = [{"step": i + 1, "completions/ungraded_frac": share} for i, share in enumerate((1.0, 0.5, 1.0))]
+    (note,) = re.findall('<p class="note">(.*?)</p>', report(write_run(tmp_path / "run", lines)))
+    assert note.startswith("run: no completion had a reward at 2 of 3 steps, so nothing was learnt there")
+
+
 def test_a_budget_that_follows_the_tail_is_called_auto(tmp_path):
     text = report(write_run(tmp_path / "run", [training(1)], config() | {"control": {"auto": True}}))
     assert "rkv, budget\u00a0auto" in text and "budget\u00a064" not in text

@@ -64,6 +64,7 @@ def read(arguments: list[str], parser: ArgumentParser) -> tuple[Namespace, Any, 
     from sparse_rl.tasks import GradingConfig
     from sparse_rl.train import ControlConfig, OptimizerConfig, TrainerConfig, UpdateConfig
     from sparse_rl.train.config import check_settings
+    from sparse_rl.train.control import schedule_of
     from sparse_rl.train.distill import DistillConfig
 
     refuse_null(settings, "model", "device", "kv", "task", "correction")
@@ -90,7 +91,9 @@ def read(arguments: list[str], parser: ArgumentParser) -> tuple[Namespace, Any, 
         "grading": build_section(GradingConfig, "grading", settings["grading"]),
     }
     check_settings(*(parts[name] for name in ("sampling", "update", "kv", "config", "distill")))
-    if not parts["control"].auto:  # which tries no budget that the pages do not allow
+    if parts["control"].auto:  # which tries no budget that the pages do not allow
+        schedule_of(parts["kv"])  # or it has none
+    else:
         parts["kv"].check_page_size(parts["engine"].page_size or parts["kv"].page_size)
     return settings, task, parts
 

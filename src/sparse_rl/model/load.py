@@ -208,7 +208,9 @@ def _saying_why_not(name: str) -> Iterator[None]:
     check_name(name)
     folder = Path(name)
     if folder.exists() and not (folder / "config.json").is_file():
-        raise ValueError(f"model {name!r} is not a Hugging Face model folder: it has no config.json.")
+        inside = sorted(folder.glob("checkpoint-*/config.json"), key=lambda path: path.stat().st_mtime)
+        instead = f" Its last checkpoint has one: {inside[-1].parent}" if inside else ""
+        raise ValueError(f"model {name!r} is not a Hugging Face model folder: it has no config.json.{instead}")
     if not folder.exists() and not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", name):
         raise ValueError(
             f"model {name!r} is neither a folder nor a hub name like 'Qwen/Qwen2.5-1.5B'; "

@@ -52,6 +52,16 @@ class Correction:
         if self.lower is not None and self.upper is not None and self.lower > self.upper:
             raise ValueError(f"correction.lower is {self.lower}, above correction.upper {self.upper}; swap them.")
         bounded = (self.lower or 0.0) > 0.0 or (self.upper is not None and self.upper < float("inf"))
+        drops = bool(self.veto) or (bounded and self.action == "mask")
+        for field, unread, remedy in (
+            ("level", self.level != "token" and not (self.weight or bounded), "set weight, lower or upper"),
+            ("action", self.action == "mask" and not bounded, "set lower or upper"),
+            ("normalize", self.normalize and not self.weight, "set weight"),
+            ("denominator", self.denominator == "surviving" and not drops, "set veto, or bounds that mask"),
+        ):
+            if unread:
+                value = str(getattr(self, field)).lower()
+                raise ValueError(f"correction.{field} is {value}, which changes nothing; {remedy}, or leave it out.")
         if bounded and self.action == "truncate" and not self.weight:
             raise ValueError(
                 "correction.lower and correction.upper truncate weights, but correction.weight is false; "

@@ -13,6 +13,7 @@ from sparse_rl.model.load import check_device
 from sparse_rl.plan.records import Device
 
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+LEAST = 10**6  # bytes: below it somebody forgot the unit
 
 
 def choose_device(device: str, *, gpu: str | None = None, memory: str | None = None) -> Device:
@@ -46,4 +47,6 @@ def parse_bytes(text: str) -> int:
         count = 0
     if count < 1:
         raise ValueError(f"--memory is {text!r}; write bytes, or a number with GB or GiB, as in 80GB.")
+    if count < LEAST:
+        raise ValueError(f"--memory is {text!r}, {count:,} bytes, which no GPU has; write a unit, as in 80GB.")
     return count

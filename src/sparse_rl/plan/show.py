@@ -57,10 +57,12 @@ def lines(plan: Plan) -> list[str]:
     text.append(f"{'peak':26}{peaks[0]:>10}{peaks[1]:>10}   of {gb(plan.device.memory)}; {STAGES[plan.learning]}")
     for line in plan.in_host_memory:
         text.append(f"{'in host memory':26}{gb(line.bytes):>20}   {line.name}: {line.formula}")
-    dense, sparse = rows_by_policy(plan)
+    policies = {"dense": Full(), _name(run.kv): run.kv, _name(sparse_policy(run)): sparse_policy(run)}
+    policies.pop("dense cache", None)
+    fitting = [f"{rows_that_fit(plan.size, run, plan.device, kv):,} {name}" for name, kv in policies.items()]
     text += [
         "",
-        f"rows in flight that fit: {dense:,} dense, {sparse:,} {_name(sparse_policy(run))}",
+        f"rows in flight that fit: {', '.join(fitting)}",
         summary(plan),
         *_never_cut(plan.run),
     ]

@@ -105,6 +105,12 @@ def advice(run: Run) -> list[str]:
         flags = [value for _, value in run.series(name)]
         if any(flags) and not (found and name == "alarm/anomalies"):
             found.append(f"{name} was on at {sum(map(bool, flags))} of {len(flags)} steps; {remedy}")
+    ungraded = [value for _, value in run.series("completions/ungraded_frac")]
+    if nothing := sum(value == 1 for value in ungraded):
+        found.append(
+            f"no completion had a reward at {nothing} of {len(ungraded)} steps, so nothing was learnt there; what the "
+            "reward function declines (None) or fails on has none."
+        )
     unread = 1.0 - (run.mean("kv/read_frac") or 1.0)  # a policy that chooses pages holds them all
     if saved is not None and max(saved, unread) < NOTHING_SAVED and run.settings.get("kv.policy") != "full":
         found.append("no KV was saved, as the budget is above the lengths seen; lower kv.budget.")
