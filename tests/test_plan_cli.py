@@ -8,11 +8,13 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
+import torch
 import yaml
 from commands import run
 
 from sparse_rl.cli.plan import warn_of_memory
 from sparse_rl.cli.train import read, train_parser
+from sparse_rl.model.tiny import tiny_model
 
 SHAPE = ["--shape", "qwen2.5-1.5b", "--sampling.max_tokens", "4096"]
 
@@ -110,6 +112,13 @@ def test_recipes_and_models_at_hand_need_no_download():
     code, found = plan()
     assert code == 0 and found["model"] == "embedded" and found["dtype"] == "float32"
     assert "CUDA context" not in found["phases"]["rollout"]["holds"]
+
+
+def test_a_folder_whose_name_begins_as_ours_has_its_own_dtype(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tiny_model("llama", dtype=torch.bfloat16).save_pretrained("tinyfoo")
+    for model, dtype in (("tinyfoo", "bfloat16"), ("tiny", "float32"), ("tiny:qwen3", "float32")):
+        assert plan("--config", "default.yaml", "--model", model)[1]["dtype"] == dtype
 
 
 def test_an_adapter_is_planned_as_the_model_that_it_is_merged_into(tmp_path):

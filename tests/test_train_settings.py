@@ -64,6 +64,13 @@ def test_a_file_says_what_differs_from_its_base(config):
     assert changes(base, fourteen).keys() == named and fourteen["model"] == "Qwen/Qwen3-14B"
 
 
+def test_a_base_lies_beside_the_file_that_names_it(tmp_path):
+    (tmp_path / "a.yaml").write_text("base: qwen3-1.7b.yaml\ntrainer: {steps: 3}\n")
+    (tmp_path / "b.yaml").write_text("base: a.yaml\nsampling: {n: 4}\n")
+    found = changes(resolved("--config", "qwen3-1.7b.yaml"), resolved("--config", str(tmp_path / "b.yaml")))
+    assert found == {"sampling.n": 4, "trainer.steps": 3}
+
+
 def test_a_base_that_is_not_there_or_goes_in_a_circle(tmp_path):
     (tmp_path / "a.yaml").write_text(f"base: {tmp_path / 'b.yaml'}\n")
     (tmp_path / "b.yaml").write_text(f"base: {tmp_path / 'a.yaml'}\n")

@@ -140,6 +140,7 @@ def write_whole(path: Path, content: str | bytes | memoryview, remedy: str = MAK
             file.flush()
             os.fsync(file.fileno())
         os.replace(part, path)
+        _to_disk(path.parent)
     except OSError as error:
         with suppress(OSError):
             part.unlink()

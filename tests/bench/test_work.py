@@ -174,7 +174,7 @@ def test_dense_peak():
         ("_write_entries", "attention"),
         ("void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<128, cutlass::bfloat16_t>>", "attention"),
         ("_attention_importance", "compaction"),
-        ("_redundancy", "compaction"),
+        ("_sum_cosines", "compaction"),
         ("_select_and_compact", "compaction"),
         ("_sample", "sampling"),
         ("nvjet_tst_128x256_64x4_1x2_h_bz_coopA_NTN", "linear"),

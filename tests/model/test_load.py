@@ -122,6 +122,9 @@ def test_shape_of_every_family(family):
     assert shape.entry_bytes == 4 * 2 * (2 * 32 * 4 + 4)
     by_hand = sum(min(context, w or context) for w in shape.windows for context in (20, 21, 22, 23, 24, 25, 26))
     assert shape.hybrid_entries(range(20, 27)) == by_hand / 4
+    for contexts in (range(1, 5), range(3, 3), range(WINDOW - 2, WINDOW + 3), range(90, 95)):
+        by_hand = sum(min(context, w or context) for w in shape.windows for context in contexts)
+        assert shape.hybrid_entries(contexts) == by_hand / 4
 
 
 def test_a_saved_model_loads_and_samples_alike(tmp_path):

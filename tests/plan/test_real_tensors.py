@@ -108,6 +108,7 @@ def test_the_positions_kept_are_those_of_the_rollouts():
         RKV(budget=20, interval=7, window=4),  # less than the prompt
         SnapKV(budget=13, interval=8, window=8, protect_prompt=True),
         Streaming(budget=named((0, 50, 70), (8, 16, 30)), interval=5),
+        Streaming(budget=named((0, 10, 30, 80), (6, 30, 36, 38)), interval=5),  # steps inside the prompt
     ):
         engine = Engine(loaded, policy, EngineConfig(rows=3, page_size=16))
         rollouts = engine.generate(prompts, Sampling(max_tokens=60, stop_ids=()), record_kept=True)

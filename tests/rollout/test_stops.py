@@ -61,9 +61,19 @@ def test_stop_strings(tiny):
 def test_the_tail_searched_covers_the_longest_stop_string(stop, tiny):
     scheduler = SimpleNamespace(policy=Full())
     loop = Loop(tiny(), Sampling(stop=stop, stop_ids=()), [], [], scheduler, None, None, None)
-    ids = list(("qq" + stop[-1]).encode())
-    assert loop.has_stop_string(ids)
-    assert not loop.has_stop_string(ids[:-1])
+    *before, last = list(("qq" + stop[-1]).encode())
+    sequence = Sequence(request=0, prompt_idx=0, prompt_len=1, max_tokens=99)
+    assert loop.end_of(sequence, np.array(before), np.zeros(len(before), dtype=bool)) == (len(before), None)
+    sequence.token_ids += before
+    assert loop.end_of(sequence, np.array([last]), np.array([False])) == (1, "stop_string")
+
+
+def test_of_several_tokens_the_one_that_completes_the_string_is_the_last(tiny):
+    loop = Loop(tiny(), Sampling(stop=("cd",), stop_ids=()), [], [], SimpleNamespace(policy=Full()), None, None, None)
+    sequence = Sequence(request=0, prompt_idx=0, prompt_len=1, max_tokens=99)
+    sequence.token_ids += list(b"abc")
+    for text, expected in ((b"xcdcd", (3, "stop_string")), (b"dcd", (1, "stop_string")), (b"xxc", (3, None))):
+        assert loop.end_of(sequence, np.array(list(text)), np.zeros(len(text), dtype=bool)) == expected
 
 
 def test_an_end_token_says_more_than_the_string_it_completes(tiny):

@@ -219,8 +219,9 @@ def test_its_state_survives_a_checkpoint():
     one, two = controller(GRID[2], bins=3), controller(GRID[9], bins=3)
     plant = Plant([5, 8, 11])
     plant.run(one, 7)
+    one.warned = True
     two.restore(json.loads(json.dumps(one.state())))
-    assert two.policy == one.policy
+    assert two.policy == one.policy and two.warned
     assert plant.run(one, 30) == plant.run(two, 30)
 
 
@@ -238,6 +239,17 @@ def test_with_another_grid_it_goes_on_from_its_budgets(caplog):
     assert "searches from where it was" in caplog.text and grid != GRID
     after.restore({})
     assert after.schedule == has
+
+
+def test_levels_that_fall_from_bin_to_bin_are_restored_as_a_schedule_that_does_not():
+    """A bin's own level may be lower than that of one before it, which lifts it."""
+    before = controller(GRID[2], bins=3)
+    for state, level in zip(before.bins, (9, 4, 6), strict=True):
+        state.level, state.seen = level, True
+    assert before.levels == [9, 9, 9]
+    after = controller(bins=3, config=replace(CONFIG, target=0.5))
+    after.restore(json.loads(json.dumps(before.state())))
+    assert after.levels == [9, 9, 9] and after.schedule.budgets[0] == GRID[9]
 
 
 @pytest.mark.parametrize("changed", [{"target": 0.5}, {"quantile": 0.1}, {"statistic": "hazard"}])

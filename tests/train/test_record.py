@@ -59,6 +59,9 @@ def test_grading_that_takes_long_is_told_once(monkeypatch, caplog):
 def test_repetition_by_hand():
     assert repetition(torch.arange(50)) == 0.0
     assert repetition(torch.tensor([1, 2] * 10)) == pytest.approx(1 - 2 / 13)
+    ids = torch.randint(0, 3, (3000,))  # few ids, so that many runs are near each other and some are equal
+    runs = {tuple(ids[i : i + 8].tolist()) for i in range(2993)}
+    assert repetition(ids) == 1 - len(runs) / 2993 and repetition(ids.int()) == repetition(ids)
     assert repetition(torch.tensor([1, 2, 3])) == 0.0
 
 

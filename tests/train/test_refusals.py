@@ -21,6 +21,8 @@ from sparse_rl.train import UpdateConfig
         (Sampling(n=4, top_k=5), "sampling.top_k is 5, but training samples from the whole distribution"),
         (Sampling(n=4, temperature=0.0), "temperature is 0"),
         (Sampling(n=1), "sample at least 2"),
+        (Sampling(n=4, seed=7), "sampling.seed is given, but training sets it; its seed is trainer.seed"),
+        (Sampling(n=4, top_logprobs=3), "sampling.top_logprobs is given, but training sets it"),
     ],
 )
 def test_sampling_that_cannot_train_is_refused(tmp_path, sampling, message):

@@ -18,8 +18,7 @@ from torch._C._autograd import DeviceType
 # Tried in this order: flash kernels name CUTLASS too. What starts with an underscore is ours.
 KERNELS: dict[str, str] = {
     r"^_(score_pages|top_pages|write_landmarks)": "selection",
-    r"^_(attention_importance|importance|redundancy|sum_cosines|spare_duplicates|softmax_totals)": "compaction",
-    r"^_(select|compact|key_)": "compaction",
+    r"^_(attention_importance|sum_cosines|spare_duplicates|softmax_totals|select|key_)": "compaction",
     r"^_(decode|write)|flash|fmha": "attention",
     r"^_sample": "sampling",
     r"nvjet|gemm|gemv|cutlass|xmma|cublas|splitK|^triton_(tem|mm)": "linear",

@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sparse_rl.cli.parsing import add_model, make_parser, model_dtype, parse, quiet_bars
+from sparse_rl.cli.parsing import add_model, make_parser, model_dtype, parse, quiet_bars, show_warnings
 
 if TYPE_CHECKING:
     from sparse_rl.evaluate.inspection import Reading
@@ -70,6 +70,7 @@ def run(arguments: list[str]) -> None:
     folder = Path(settings.output)
     if file := next((place for place in (folder, *folder.parents) if place.is_file()), None):
         raise ValueError(f"--output {settings.output!r} cannot be made: {file} is a file; name a folder.")
+    show_warnings()
     quiet_bars()
     loaded = load(settings.model, dtype=model_dtype(settings.dtype), device=settings.device)
     prompt = _prompt(settings.model, given, loaded)
@@ -77,8 +78,8 @@ def run(arguments: list[str]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     readings = read(loaded, text, policies)
     print("\n".join([*summary_lines(readings), *_never_cut(readings, policies)]))
-    write_inspection(readings, folder, settings.model)
-    print(f"wrote {folder / 'inspect.html'} and {folder / 'inspect.png'}")
+    written = write_inspection(readings, folder, settings.model)
+    print(f"wrote {' and '.join(map(str, written))}")
 
 
 def _never_cut(readings: list[Reading], policies: dict[str, KVPolicy]) -> list[str]:

@@ -139,7 +139,7 @@ def _size(model: str, shape: str | None, dtype: str | None, cuda: bool, download
             config = model_config(model, download=True)
         else:
             raise
-    if chosen is None and not (model in ("embedded", "smollm2") or model.startswith("tiny")):  # in fp32
+    if chosen is None and model.partition(":")[0] not in ("embedded", "smollm2", "tiny"):  # which are in fp32
         chosen = config.dtype if isinstance(config.dtype, torch.dtype) else model_dtype(config.dtype)
     return model_size(config, model, chosen or torch.float32)
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`--config`: settings from a YAML file or from a recipe that comes with the package, known by name.
 
-A file with the key `base` says only what differs from that file or recipe: `base: qwen3-1.7b.yaml`.
+A file with the key `base` says only what differs from that file, beside it or in the working folder, or recipe:
+`base: qwen3-1.7b.yaml`.
 """
 
 from __future__ import annotations
@@ -86,6 +87,8 @@ def read_configs(name: str, command: str, above: tuple[str, ...] = ()) -> list[d
     for section, owner in OWNERS.items():
         if section in settings and section not in OWN.get(command, ()):
             raise ValueError(f"{whose} has {section} settings, which belong to `sparse-rl {owner}`; give it there.")
+    if base is not None and (beside := path.parent / str(base)).is_file():
+        base = beside
     return [*(read_configs(str(base), command, (*above, name)) if base is not None else ()), settings]
 
 

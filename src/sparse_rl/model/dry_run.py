@@ -70,10 +70,15 @@ class AttentionShape:
 
     def hybrid_entries(self, contexts: range) -> float:
         """Entries transformers' own cache holds, summed over contexts, mean over layers: sliding ones keep a window."""
-        per_window = {
-            window: sum(min(context, window or context) for context in contexts) for window in {*self.windows}
-        }
+        per_window = {window: _held(contexts, window) for window in {*self.windows}}
         return sum(per_window[window] for window in self.windows) / self.num_layers
+
+
+def _held(contexts: range, window: int | None) -> int:
+    """The sum of min(context, window)."""
+    below = contexts if window is None else contexts[: max(0, window - contexts.start)]
+    rest = (window or 0) * (len(contexts) - len(below))
+    return (below[0] + below[-1]) * len(below) // 2 + rest if below else rest
 
 
 def dry_run(model: PreTrainedModel) -> AttentionShape:

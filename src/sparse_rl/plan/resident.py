@@ -110,7 +110,7 @@ def _left_by_cuts(kv: EvictPolicy, prompt: int, length: int) -> int:
     total = held if held < prompt else 0
     for start, end in pairwise((*kv.schedule.starts, length)):
         left = kv.target(prompt, start)
-        due = max(start, at + left + kv.interval - held)
+        due = max(start, at + max(1, left + kv.interval - held))
         cuts = max(0, -(-(min(end, length) - due) // kv.interval))
         if cuts:
             total, held, at = total + cuts * left, left, due + (cuts - 1) * kv.interval

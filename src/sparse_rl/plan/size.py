@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from sparse_rl.model.attention import NAME, no_mask
 from sparse_rl.model.dry_run import AttentionShape
 from sparse_rl.model.load import EMBEDDED, check_name
-from sparse_rl.model.tiny import tiny_model
+from sparse_rl.model.tiny import tiny_config
 from sparse_rl.specs import first_line
 from sparse_rl.train.layers import decoder_layers
 
@@ -66,7 +66,7 @@ def _last(path: str) -> str:
 def model_config(name: str, *, download: bool) -> PretrainedConfig:
     """The configuration of a model by the name that `load` takes; ValueError if it is not at hand."""
     if name == "tiny" or name.startswith("tiny:"):
-        return tiny_model(name.partition(":")[2] or "llama").config
+        return tiny_config(name.partition(":")[2] or "llama")
     path = str(EMBEDDED) if name == "embedded" else name
     if download:
         check_name(name)

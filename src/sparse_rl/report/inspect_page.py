@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import json
+import logging
 import zlib
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,9 @@ import numpy as np
 from sparse_rl.evaluate.inspection import Marks, Reading
 from sparse_rl.report.inspect_plot import TINT, draw_inspection, left_out
 from sparse_rl.report.page import Html, document, markup, table, write
+from sparse_rl.report.plots import NoMatplotlib
+
+logger = logging.getLogger(__name__)
 
 ABOUT = """What a sparse KV cache holds and reads as a text grows, and how far the next token it would write is from the
 dense model's. All caches read the same text, the dense model's own answer, so they can be compared token by token;
@@ -126,10 +130,16 @@ redraw();
 </script>"""
 
 
-def write_inspection(readings: list[Reading], folder: Path, model: str) -> None:
-    """Write inspect.html into the folder, and inspect.png, which needs matplotlib."""
-    write(folder / "inspect.html", inspection_page(readings, model))
-    write(folder / "inspect.png", draw_inspection(readings))
+def write_inspection(readings: list[Reading], folder: Path, model: str) -> list[Path]:
+    """Write inspect.html into the folder, and inspect.png where matplotlib is installed; what was written."""
+    written = [folder / "inspect.html"]
+    write(written[0], inspection_page(readings, model))
+    try:
+        write(folder / "inspect.png", draw_inspection(readings))
+        written.append(folder / "inspect.png")
+    except NoMatplotlib as error:
+        logger.warning("there is no inspect.png: %s", error)
+    return written
 
 
 def inspection_page(readings: list[Reading], model: str) -> str:

@@ -249,9 +249,11 @@ class Loop:
         count = int(ends.argmax()) + 1 if ends.any() else len(tokens)
         if self.sampling.stop:
             so_far = sequence.token_ids[-self.stop_tail :]
-            for i in range(count - int(ends.any())):  # an end token says more than the string it completes
-                if self.has_stop_string([*so_far, *tokens[: i + 1].tolist()]):
-                    return i + 1, "stop_string"
+            before = tokens[: count - int(ends.any())].tolist()  # an end token says more than the string it completes
+            if self.has_stop_string([*so_far, *before]):  # and only then is it asked which token completes it
+                for i in range(len(before)):
+                    if self.has_stop_string([*so_far, *before[: i + 1]][-self.stop_tail :]):
+                        return i + 1, "stop_string"
         if ends.any():
             return count, "stop"
         return count, "length" if len(sequence.token_ids) + count >= sequence.max_tokens else None
@@ -269,7 +271,7 @@ class Loop:
             self.on_rollout(self.rollout(sequence))
 
     def has_stop_string(self, token_ids: list[int]) -> bool:
-        text = str(self.tokenizer.decode(token_ids[-self.stop_tail :]))
+        text = str(self.tokenizer.decode(token_ids))
         return any(string in text for string in self.sampling.stop)
 
     def progress(self) -> Progress:

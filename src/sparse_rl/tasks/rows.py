@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
@@ -197,5 +198,6 @@ def take(items: Sequence[T], start: int, count: int, seed: int) -> list[T]:
     return [items[orders[i // size][i % size]] for i in range(start, start + count)]
 
 
+@lru_cache(maxsize=2)
 def _shuffled(size: int, seed: int, epoch: int) -> list[int]:
     return torch.randperm(size, generator=torch.Generator().manual_seed(seed + 1_000_003 * (epoch + 1))).tolist()

@@ -20,7 +20,7 @@ OVERLAPS = ("overlap", "overlap_upper", f"overlap_top{TOP}")
 
 
 class Batch:
-    """Rollouts with what is known of their T completion tokens; dense log-probs are nan until a forward has looked."""
+    """Rollouts with what is known of their T completion tokens; dense log-probs are nan until they are `scored`."""
 
     def __init__(
         self,
@@ -35,6 +35,7 @@ class Batch:
         self.dense_logprobs = torch.full_like(completions.sampler_logprobs, math.nan, dtype=dtype)
         names = OVERLAPS if completions.top_ids is not None else ()
         self.overlap = {name: torch.full_like(completions.sampler_logprobs, math.nan) for name in names}
+        self.scored = torch.zeros_like(completions.mask)
         self.observed: list[torch.Tensor] = []  # tokens of which only this process knows
         truncated = torch.tensor([rollout.finish_reason == "length" for rollout in rollouts], device=device)
         left_out = truncated & loss.mask_truncated_completions
@@ -59,7 +60,7 @@ class Batch:
             top_logprobs=None,
         )
         part = Batch([self.rollouts[i] for i in members], completions, self.advantages[chosen], self.loss)
-        part.dense_logprobs = self.dense_logprobs[tokens]
+        part.dense_logprobs, part.scored = self.dense_logprobs[tokens], self.scored[tokens]
         return part
 
     def observe(self, microbatch: Microbatch, scores: TokenScores) -> None:
@@ -68,7 +69,7 @@ class Batch:
             return
         tokens, completions = microbatch.tokens.to(self.rows.device), self.completions
         self.observed.append(tokens)
-        self.dense_logprobs[tokens] = scores.logprobs.detach()
+        self.dense_logprobs[tokens], self.scored[tokens] = scores.logprobs.detach(), True
         if completions.top_ids is None or completions.top_logprobs is None or scores.at_ids is None:
             return
         assert scores.top_ids is not None and scores.top_logprobs is not None
@@ -90,12 +91,12 @@ class Batch:
         *heard, seen = processes.sum(told)
         for values, there in zip(known, heard, strict=True):
             values.copy_(torch.where(seen > 0, there, values))
+        self.scored |= seen > 0
 
     def correct(self, tokens: torch.Tensor, correction: Correction) -> Corrected:
         """The correction of these tokens; what no forward has seen is left out."""
-        dense = self.dense_logprobs[tokens]
-        seen = self.completions.mask[tokens] & ~dense.isnan()
-        log_xi = dense - self.completions.sampler_logprobs[tokens]
+        seen = self.completions.mask[tokens] & self.scored[tokens]
+        log_xi = self.dense_logprobs[tokens] - self.completions.sampler_logprobs[tokens]
         return correct(log_xi, seen, self.rows[tokens], self.num_rows, correction)
 
     @property

@@ -245,7 +245,8 @@ class Controller:
     def state(self) -> dict[str, Any]:
         """For a checkpoint."""
         bins = [asdict(state) for state in self.bins]
-        return {"grid": list(self.grid), "bin": self.config.bin, "bins": bins, "asked": self.config.asked}
+        asked = {"bin": self.config.bin, "asked": self.config.asked, "warned": self.warned}
+        return {"grid": list(self.grid), "bins": bins, **asked}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go on as before; where the grid, the bins or what is asked for are now others, from the budgets of then."""
@@ -254,13 +255,14 @@ class Controller:
         grid, width, bins = state["grid"], state["bin"], [BinState(**each) for each in state["bins"]]
         same = (grid, width, len(bins)) == (list(self.grid), self.config.bin, len(self.bins))
         if same and state["asked"] == self.config.asked:
-            self.bins = bins
+            self.bins, self.warned = bins, state["warned"]
             return
         logger.warning(
             "control.auto has other budgets, bins or targets than in the checkpoint: it searches from where it was."
         )
         at = [min(i * self.config.bin // width, len(bins) - 1) for i in range(len(self.bins))]
-        self.bins = [BinState(level=self._level(grid[bins[i].level])) for i in at]
+        levels = accumulate((self._level(grid[bins[i].level]) for i in at), max)  # a schedule does not fall
+        self.bins = [BinState(level=level) for level in levels]
 
 
 def control_grid(config: ControlConfig, kv: KVPolicy, *, prompt: int, longest: int, page_size: int) -> tuple[int, ...]:

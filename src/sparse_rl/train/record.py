@@ -21,6 +21,7 @@ from sparse_rl.types import Rollout, kv_read_frac, kv_saved_frac
 logger = logging.getLogger(__name__)
 
 NGRAM = 8  # repetition is counted in runs of this many tokens
+MULTIPLIERS = torch.randint(1 << 62, (NGRAM,), generator=torch.Generator().manual_seed(0)) | 1  # of a run's hash
 SLOW_S = 60.0  # of grading, after which it is told of
 BEFORE, AFTER = 48, 8  # tokens of context around an offending one
 
@@ -119,7 +120,8 @@ def repetition(token_ids: torch.Tensor) -> float:
     count = len(token_ids) - NGRAM + 1
     if count <= 1:
         return 0.0
-    return 1.0 - len(torch.unique(token_ids.unfold(0, NGRAM, 1), dim=0)) / count
+    hashes = (token_ids.long().unfold(0, NGRAM, 1) * MULTIPLIERS.to(token_ids.device)).sum(dim=1)  # modulo 2^64
+    return 1.0 - len(torch.unique(hashes)) / count
 
 
 def completion_records(

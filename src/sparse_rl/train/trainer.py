@@ -29,6 +29,7 @@ from sparse_rl.rollout import Engine, EngineConfig, Sampling
 from sparse_rl.rollout.memory import GuardedEngine
 from sparse_rl.score.base_head import BaseHead
 from sparse_rl.score.head import Head
+from sparse_rl.specs import refuse_unused
 from sparse_rl.tasks import Graded, Task
 from sparse_rl.train.alarms import Alarms
 from sparse_rl.train.callbacks import Callbacks
@@ -97,9 +98,9 @@ class Trainer:
         self.optimizer_config, self.eval_config = optimizer or OptimizerConfig(), eval or EvalConfig()
         self.lora_config, self.control_config = lora or LoraConfig(), control or ControlConfig()
         self.distill_config = distill or DistillConfig()
-        self.sampling = replace(
-            sampling or Sampling(n=8), top_logprobs=overlap_ids(loaded.vocab_size), seed=self.config.seed
-        )
+        sampling = sampling or Sampling(n=8)
+        refuse_unused(sampling, "sampling", "training sets it; its seed is trainer.seed", "seed", "top_logprobs")
+        self.sampling = replace(sampling, top_logprobs=overlap_ids(loaded.vocab_size), seed=self.config.seed)
         check_settings(self.sampling, self.update_config, self.kv, self.config, self.distill_config)
         check_model(loaded.model)
         self.distiller: Distiller | None = None
