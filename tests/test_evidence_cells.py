@@ -404,7 +404,7 @@ def test_a_start_model_appears_whole_and_within_range(evidence, tmp_path, monkey
 
     def script(command, **_):
         folder = Path(command[2])
-        assert folder.name == "long-warm.part"
+        assert folder.name == "long-warm.tmp"
         folder.mkdir()
         (folder / "model.safetensors").write_bytes(b"weights")
         (folder / "training.json").write_text(json.dumps({"accuracy": accuracy}))
