@@ -10,6 +10,7 @@ from statistics import mean
 from typing import Any
 
 from sparse_rl.kv.schedule import Schedule
+from sparse_rl.report.markdown import table
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 SHAPES = {
@@ -29,12 +30,6 @@ CLASSES = {  # of the kernels of a step
 }
 
 
-def table(heading: tuple[str, ...], rows: Iterable[tuple[str, ...]], align: str = "") -> str:
-    """`align` has a letter a column, r for right; without it all are left."""
-    rule = tuple("---:" if letter == "r" else "---" for letter in align or "l" * len(heading))
-    return "".join(f"| {' | '.join(line)} |\n" for line in (heading, rule, *rows))
-
-
 def read(name: str) -> Any:
     return json.loads((RESULTS / f"{name}.json").read_text())
 
@@ -42,7 +37,7 @@ def read(name: str) -> Any:
 def commit(*records: dict[str, Any]) -> str:
     """A line that says by which code they were made."""
     made = ", ".join(dict.fromkeys(record["commit"] for record in records))
-    return f"\nCommit {made}.\n"
+    return f"\n\nCommit {made}."
 
 
 def percent(share: float, digits: int = 0) -> str:
@@ -126,7 +121,7 @@ def rollouts() -> str:
 def rollout_split() -> str:
     found = read("rollout_h200")[0]["results"]
     parts = ", ".join(f"{percent(found['split_ms'][key] / found['step_ms'])} {name}" for key, name in CLASSES.items())
-    return f"A sparse step of the first line is {parts}; its steps alone give {256e3 / found['step_ms']:,.0f} tok/s.\n"
+    return f"A sparse step of the first line is {parts}; its steps alone give {256e3 / found['step_ms']:,.0f} tok/s."
 
 
 def policies_speed() -> str:

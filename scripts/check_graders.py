@@ -16,6 +16,7 @@ from pathlib import Path
 
 from sparse_rl.grading import Failed
 from sparse_rl.grading.reward import MathReward
+from sparse_rl.report.progress import ProgressLine
 from sparse_rl.tasks.files import read_table
 
 SETS = [
@@ -76,26 +77,26 @@ def main() -> int:
     arguments = parser.parse_args()
     reward = MathReward(arguments.workers, arguments.timeout_s)
     table, exceptions, short = [], [], False
-    for name in arguments.sets:
-        answers = rows_of(arguments.data_dir / name)
-        if not answers:
-            print(f"{name}: nothing in {arguments.data_dir / name}", file=sys.stderr)
-            continue
-        start, right = time.perf_counter(), dict.fromkeys(FORMS, 0)
-        for begin in range(0, len(answers), CHUNK):
-            chunk = answers[begin : begin + CHUNK]
-            for form, texts in zip(FORMS, zip(*map(forms, chunk), strict=True), strict=True):
-                for answer, text, score in zip(chunk, texts, reward(completions=texts, answer=chunk), strict=True):
-                    right[form] += score == 1.0
-                    if score != 1.0:
-                        why = score.reason if isinstance(score, Failed) else "taken for wrong"
-                        exceptions.append(f"{name}, {form}: {why}: {answer!r} in {text!r}")
-            print(f"\r{name}: {begin + len(chunk)} of {len(answers)}   ", end="", file=sys.stderr, flush=True)
-        print(file=sys.stderr)
-        shares = [right[form] / len(answers) for form in FORMS]
-        short |= min(shares) < BAR
-        cells = " | ".join(f"{100 * share:.2f}" for share in shares)
-        table.append(f"| {name} | {len(answers)} | {cells} | {time.perf_counter() - start:.1f} |")
+    with ProgressLine() as line:
+        for name in arguments.sets:
+            answers = rows_of(arguments.data_dir / name)
+            if not answers:
+                line.print(f"{name}: nothing in {arguments.data_dir / name}")
+                continue
+            start, right = time.perf_counter(), dict.fromkeys(FORMS, 0)
+            for begin in range(0, len(answers), CHUNK):
+                chunk = answers[begin : begin + CHUNK]
+                for form, texts in zip(FORMS, zip(*map(forms, chunk), strict=True), strict=True):
+                    for answer, text, score in zip(chunk, texts, reward(completions=texts, answer=chunk), strict=True):
+                        right[form] += score == 1.0
+                        if score != 1.0:
+                            why = score.reason if isinstance(score, Failed) else "taken for wrong"
+                            exceptions.append(f"{name}, {form}: {why}: {answer!r} in {text!r}")
+                line.move(f"{name}: {begin + len(chunk)} of {len(answers)}")
+            shares = [right[form] / len(answers) for form in FORMS]
+            short |= min(shares) < BAR
+            cells = " | ".join(f"{100 * share:.2f}" for share in shares)
+            table.append(f"| {name} | {len(answers)} | {cells} | {time.perf_counter() - start:.1f} |")
     print(f"| set | answers | {' | '.join(f'{form} %' for form in FORMS)} | s |", "|---" * 8 + "|", *table, sep="\n")
     print(f"\n{len(exceptions)} exceptions", *exceptions, sep="\n")
     return 1 if short or not table else 0

@@ -17,10 +17,10 @@ from pathlib import Path
 
 from sparse_rl.cli.trl_names import NAMES, REFUSED, VALUES
 from sparse_rl.metrics import METRICS, REMEDIES
+from sparse_rl.report.markdown import table
 
 ROOT = Path(__file__).parents[1]
 MEASURED = runpy.run_path(str(ROOT / "scripts" / "benchmark_tables.py"))
-table: Callable[..., str] = MEASURED["table"]
 PLACE = re.compile(r"(<!-- table: (\w+)((?: \S+)*) -->\n).*?(<!-- end -->)", flags=re.DOTALL)
 
 
@@ -56,7 +56,7 @@ TABLES: dict[str, Callable[..., str]] = {
 
 def filled(page: str) -> str:
     """The page with its tables as the code has them."""
-    return PLACE.sub(lambda place: place[1] + TABLES[place[2]](*place[3].split()) + place[4], page)
+    return PLACE.sub(lambda place: f"{place[1]}{TABLES[place[2]](*place[3].split())}\n{place[4]}", page)
 
 
 def main() -> None:

@@ -102,7 +102,7 @@ def test_the_page_needs_nothing_and_believes_nothing(data, tmp_path):
     lines[0] = json.dumps(json.loads(lines[0]) | {"completion": evil, "problem": evil, "score": None, "failure": evil})
     path.write_text("\n".join(lines) + "\n")
     for cell in results["cells"]:
-        cell["model"] = f"a|b{evil}"
+        cell["model"] = cell["cache"] = f"a|b{evil}"
         cell["departures"], cell["failures"] = [evil], {evil: 3}
     results["notes"], results["command"] = [evil], evil
     write_eval_report(results, output)
@@ -110,7 +110,7 @@ def test_the_page_needs_nothing_and_believes_nothing(data, tmp_path):
     assert page.text.count(evil) >= 6 and not page.tags & {"script", "img", "link", "iframe", "object"}
     assert "svg" in page.tags and all(target.startswith("#") for target in page.loads)
     markdown = (output / "table.md").read_text()
-    assert "<script" not in markdown and "<img" not in markdown and "a\\|b&lt;script" in markdown
+    assert "<script" not in markdown and "<img" not in markdown and "\n| a\\|b&lt;script" in markdown
 
 
 def test_a_dry_run_says_what_would_run(data, tmp_path):

@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 from cells import HERE, Cell
-from work import CURVES, MEASURED, MEASURED_N, began_with, mismatch, rounded
+from work import CURVES, MEASURED, MEASURED_N, began_with, mismatch
 
 sys.path.insert(0, str(HERE.parent))
 import smollm2
 
+from sparse_rl.bench.record import rounded
 from sparse_rl.evaluate import EvalConfig, evaluate
 from sparse_rl.kv import Full, KVPolicy, build_policy
 from sparse_rl.metrics import read_log

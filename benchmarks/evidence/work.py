@@ -7,8 +7,6 @@ Every function takes the cell, the device and the folder of models, and returns 
 from __future__ import annotations
 
 import json
-import math
-import os
 import shutil
 import subprocess
 import sys
@@ -22,6 +20,7 @@ from typing import Any
 import torch
 from cells import HERE, Cell
 
+from sparse_rl.bench.record import rounded
 from sparse_rl.calibrate import Calibration, CalibrationConfig
 from sparse_rl.calibrate import calibrate as run_calibration
 from sparse_rl.calibrate.analysis import tail_row
@@ -33,6 +32,7 @@ from sparse_rl.model.load import EMBEDDED, LoadedModel, load
 from sparse_rl.objective.correction import PRESETS
 from sparse_rl.objective.mismatch import CATASTROPHIC, diagnose, overlap_bounds, overlap_ids
 from sparse_rl.rollout import Engine, EngineConfig, Sampling
+from sparse_rl.runfolder import publish, remove, unfinished
 from sparse_rl.score import score
 from sparse_rl.tasks import Chain
 from sparse_rl.train import OptimizerConfig, Trainer, TrainerConfig, UpdateConfig
@@ -66,7 +66,9 @@ STARTS = (0.55, 0.85)  # accuracy of a testbed's model before training
 
 def warm(cell: Cell, device: str, models: Path) -> dict[str, Any]:
     """The testbed's model, by the repository's own script."""
-    folder, part = models / cell.name, part_of(models / cell.name)
+    folder = models / cell.name
+    part = unfinished(folder)
+    remove(part)
     script = HERE.parents[1] / "scripts" / "pretrain_chain.py"
     command = [sys.executable, str(script), str(part), *cell.settings["testbed"]["warm"], "--device", device]
     made = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -80,7 +82,7 @@ def warm(cell: Cell, device: str, models: Path) -> dict[str, Any]:
             f"{cell.name} ended at accuracy {training['accuracy']}; a start lies between {least} and {most}, so that "
             "arms can gain and lose. Change --accuracy, --seconds or --noise of the testbed."
         )
-    place(part, folder)
+    publish(part, folder)
     return {"start": began_with(folder), "training": training, "log": log[:: max(1, len(log) // 12)]}
 
 
@@ -232,10 +234,12 @@ def calibrate(cell: Cell, device: str, models: Path) -> dict[str, Any]:
                 "sparse": accuracy(engine, task, bed["problems"]),
                 "notes": found["notes"],
             }
-    part = part_of(models / cell.name)
+    folder = models / cell.name
+    part = unfinished(folder)
+    remove(part)
     part.mkdir(parents=True)
     (part / "config.json").write_text(json.dumps({target: each["budgets"] for target, each in schedules.items()}))
-    place(part, models / cell.name)
+    publish(part, folder)
     return {
         "start": began_with(start_of(bed, models)),
         "bins": found["bins"],
@@ -350,24 +354,9 @@ def policy_of(name: str, budget: int | str, bed: dict[str, Any]) -> KVPolicy:
 
 
 def save(loaded: LoadedModel, folder: Path, began: str) -> None:
-    part = part_of(folder)
+    part = unfinished(folder)
+    remove(part)
     loaded.tokenizer.save_pretrained(part)
     loaded.model.save_pretrained(part)
     (part / BEGAN).write_text(began)
-    place(part, folder)
-
-
-def part_of(folder: Path) -> Path:
-    """Where a model is written: what has its own name is whole."""
-    part = folder.with_name(f"{folder.name}.part")
-    shutil.rmtree(part, ignore_errors=True)
-    return part
-
-
-def place(part: Path, folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
-    os.replace(part, folder)
-
-
-def rounded(value: float | None) -> float | None:
-    return None if value is None or math.isnan(value) else float(f"{value:.6g}")
+    publish(part, folder)

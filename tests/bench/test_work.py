@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 import sparse_rl
 from sparse_rl.bench.meter import Meter
 from sparse_rl.bench.profile import Kernel, category, split
-from sparse_rl.bench.roofline import Roofline, device_limits, linear_parameters
+from sparse_rl.bench.roofline import Roofline, device_limits
 from sparse_rl.bench.work import (
     BenchConfig,
     Window,
@@ -25,6 +25,7 @@ from sparse_rl.bench.work import (
     profile_window,
     steps_to_fill,
 )
+from sparse_rl.calibrate.cost import Machine, Model
 from sparse_rl.kv import RKV, Full
 from sparse_rl.model.shapes import SHAPES, random_model, shape_config
 from sparse_rl.rollout import Progress
@@ -80,18 +81,12 @@ def test_random_weights_follow_the_seed(device):
     ],
 )
 def test_roofline(name, rows, expected):
-    config = shape_config(name)
-    heads, width = config.num_key_value_heads, config.head_dim
     bandwidth, flops = device_limits("NVIDIA H200", torch.bfloat16)
     roofline = Roofline(
-        linear=linear_parameters(module(name)),
-        itemsize=2,
+        model=Model.of(module(name), name, 2),
+        machine=Machine(name="h200", bandwidth=bandwidth, flops=flops),
         rows=rows,
         entries=576.0,
-        entry_bytes=4 * config.num_hidden_layers * heads * width,
-        vocabulary=config.vocab_size,
-        bandwidth=bandwidth,
-        flops=flops,
     )
     assert roofline.tokens_per_s == pytest.approx(expected, rel=1e-3)
     assert f"B {rows}" in str(roofline) and "c 576" in str(roofline)

@@ -194,7 +194,7 @@ def test_the_page_has_every_bit_and_escapes_the_text(by_hand):
 
 def test_what_is_said_of_a_cache_by_hand(by_hand):
     assert summary_lines([by_hand]) == [
-        "rkv:2: KV saved 22%, read 78%, 1 cuts, overlap mean 0.700, P05 0.270, lowest 0.200 at 5 '#'"
+        "rkv:2: KV saved 22%, read 78%, 1 cuts, overlap mean 0.700, P05 0.200, lowest 0.200 at 5 '#'"
     ]
 
 

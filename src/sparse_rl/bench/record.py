@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 def merge(path: Path, record: dict[str, Any]) -> None:
     """Put a record into the file, in the place of an earlier one with its label."""
-    records, record = read(path), _rounded(record)
+    records, record = read(path), rounded(record)
     places = [i for i, known in enumerate(records) if known["label"] == record["label"]]
     if places:
         records[places[0]] = record
@@ -49,10 +50,12 @@ def merge(path: Path, record: dict[str, Any]) -> None:
     write_json(path, records, remedy="name another file")
 
 
-def _rounded(value: Any) -> Any:
-    """Floats with six digits: more is noise."""
+def rounded(value: Any) -> Any:
+    """Floats with six digits, more is noise, and None for one that is no number."""
     if isinstance(value, dict):
-        return {key: _rounded(item) for key, item in value.items()}
+        return {key: rounded(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_rounded(item) for item in value]
-    return float(f"{value:.6g}") if isinstance(value, float) else value
+        return [rounded(item) for item in value]
+    if not isinstance(value, float):
+        return value
+    return None if math.isnan(value) else float(f"{value:.6g}")

@@ -17,7 +17,7 @@ from sparse_rl.bench.against import Timed, measure_each, time_generate, time_vll
 from sparse_rl.bench.floor import FLOOR_ROLLOUTS, FLOOR_TOKENS, rollouts_for, xi_floor
 from sparse_rl.bench.meter import Meter, run, run_until, synchronize
 from sparse_rl.bench.profile import Profiler
-from sparse_rl.bench.roofline import FORMULA, Roofline, device_limits, linear_parameters
+from sparse_rl.bench.roofline import FORMULA, Roofline, device_limits
 from sparse_rl.bench.work import (
     BenchConfig,
     check_positions,
@@ -28,6 +28,7 @@ from sparse_rl.bench.work import (
     profile_window,
     steps_to_fill,
 )
+from sparse_rl.calibrate.cost import Machine, Model
 from sparse_rl.kv import EvictPolicy, Full, KVPolicy
 from sparse_rl.model.load import LoadedModel
 from sparse_rl.model.sampler_adapter import SamplerAdapter
@@ -65,10 +66,9 @@ class Bench:
         return sum(decoder.capture_s for decoder in self.engine.decoders.values())
 
     @property
-    def kv_bytes(self) -> int:
-        """Of one entry's keys and values in all layers."""
-        shape = self.loaded.shape
-        return 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * shape.dtype.itemsize
+    def model(self) -> Model:
+        """What of it costs time, an adapter included."""
+        return Model.of(self.loaded.model, self.config.shape, self.loaded.shape.dtype.itemsize)
 
 
 def measure(
@@ -188,7 +188,7 @@ def _kv(bench: Bench, meter: Meter) -> dict[str, Any]:
         peak = pages + cache.queries.nbytes + decoder.rows.num_bytes
     else:
         peak = stats.peak_bytes
-    dense = dense_peak_entries(config, bench.prompts) * bench.kv_bytes
+    dense = dense_peak_entries(config, bench.prompts) * bench.model.kv_bytes
     bounded = not config.cut or isinstance(bench.policy, EvictPolicy)  # a dense run that was cut had not reached it
     return {
         "peak_bytes": peak,
@@ -201,21 +201,13 @@ def _kv(bench: Bench, meter: Meter) -> dict[str, Any]:
 
 def _roofline(bench: Bench, meter: Meter) -> dict[str, Any] | None:
     """None without a window, or where the device's limits are not known."""
-    config, shape = bench.config, bench.loaded.shape
-    known = device_limits(hardware(bench.device), shape.dtype)
+    config = bench.config
+    known = device_limits(hardware(bench.device), bench.loaded.shape.dtype)
     bandwidth, flops = config.bandwidth or known[0], config.flops or known[1]
     if bandwidth is None or flops is None or not meter.closed:
         return None
-    roofline = Roofline(
-        linear=linear_parameters(bench.loaded.model),
-        itemsize=shape.dtype.itemsize,
-        rows=config.rows,
-        entries=meter.entries,
-        entry_bytes=bench.kv_bytes,
-        vocabulary=bench.loaded.vocab_size,
-        bandwidth=bandwidth,
-        flops=flops,
-    )
+    machine = Machine(name=hardware(bench.device), bandwidth=bandwidth, flops=flops)
+    roofline = Roofline(model=bench.model, machine=machine, rows=config.rows, entries=meter.entries)
     return {
         "formula": FORMULA,
         "numbers": str(roofline),

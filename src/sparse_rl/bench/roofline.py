@@ -12,9 +12,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
-from sparse_rl.calibrate.cost import gpu
+from sparse_rl.calibrate.cost import Machine, Model, gpu, step_s
 from sparse_rl.calibrate.gpus import GPUS, gpu_of
 
 FORMULA = "max(b N / BW, 2 N B / F) + B c kv / BW + 4 B V / BW"
@@ -24,35 +25,25 @@ FORMULA = "max(b N / BW, 2 N B / F) + B c kv / BW + 4 B V / BW"
 class Roofline:
     """What a step has to move and to compute, and what the device can."""
 
-    linear: int  # N
-    itemsize: int  # b
+    model: Model  # N, b, kv and V
+    machine: Machine  # BW and F
     rows: int  # B
     entries: float  # c
-    entry_bytes: int  # kv
-    vocabulary: int  # V
-    bandwidth: float  # BW
-    flops: float  # F
 
     @property
     def step_s(self) -> float:
-        weights = max(self.itemsize * self.linear / self.bandwidth, 2 * self.linear * self.rows / self.flops)
-        cache = self.rows * self.entries * self.entry_bytes / self.bandwidth
-        return weights + cache + 4 * self.rows * self.vocabulary / self.bandwidth
+        return float(step_s(self.model, self.machine, np.array([self.entries]), rows=self.rows)[0])
 
     @property
     def tokens_per_s(self) -> float:
         return self.rows / self.step_s
 
     def __str__(self) -> str:
+        model, machine = self.model, self.machine
         return (
-            f"b {self.itemsize}, N {self.linear:.4g}, B {self.rows}, c {self.entries:.1f}, kv {self.entry_bytes}, "
-            f"V {self.vocabulary}, BW {self.bandwidth:.3g}, F {self.flops:.3g}"
+            f"b {model.itemsize}, N {model.weights:.4g}, B {self.rows}, c {self.entries:.1f}, kv {model.kv_bytes}, "
+            f"V {model.vocabulary}, BW {machine.bandwidth:.3g}, F {machine.flops:.3g}"
         )
-
-
-def linear_parameters(model: torch.nn.Module) -> int:
-    """Parameters that take part in matrix products; a tied embedding counts once, as the head."""
-    return sum(module.weight.numel() for module in model.modules() if isinstance(module, torch.nn.Linear))
 
 
 def device_limits(name: str, dtype: torch.dtype) -> tuple[float | None, float | None]:

@@ -194,14 +194,11 @@ class _Runs:
         return self._run(f"{budget:05}", with_budget(self.calibration.policy, budget))
 
     def of_schedule(self, schedule: Schedule) -> Tokens:
-        """A file a schedule, since a policy reads its file once a process; a constant one is a run of the grid."""
+        """A constant one is a run of the grid."""
         if len(schedule.budgets) == 1:
             return self.at(schedule.most)
-        text = json.dumps(asdict(schedule))
-        name = f"schedule-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
-        path = self.folder / f"{name}.json"
-        save(schedule, path)
-        return self._run(name, with_budget(self.calibration.policy, str(path)), shown=schedule.text)
+        name = f"schedule-{hashlib.sha256(json.dumps(asdict(schedule)).encode()).hexdigest()[:8]}"
+        return self._run(name, with_budget(self.calibration.policy, schedule.text), shown=schedule.text)
 
     def _run(self, name: str, policy: KVPolicy, shown: str = "") -> Tokens:
         path, asked, shown = self.folder / f"{name}.npz", self.calibration, shown or name

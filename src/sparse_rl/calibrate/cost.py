@@ -20,8 +20,11 @@ launching and the host take is `fixed`, measured on the machine at hand.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
+import torch
+from transformers import PreTrainedModel
 
 from sparse_rl.calibrate.gpus import find_gpu
 from sparse_rl.kv import EvictPolicy, KVPolicy
@@ -44,6 +47,22 @@ class Model:
     head_dim: int
     vocabulary: int
     itemsize: int = 2
+
+    @classmethod
+    def of(cls, module: PreTrainedModel, name: str, itemsize: int) -> Model:
+        """As the module has it, were each number `itemsize` bytes; its weights may be on no device."""
+        config: Any = module.config
+        return cls(
+            name=name,
+            parameters=sum(parameter.numel() for parameter in module.parameters()),
+            weights=sum(layer.weight.numel() for layer in module.modules() if isinstance(layer, torch.nn.Linear)),
+            layers=config.num_hidden_layers,
+            heads=config.num_attention_heads,
+            kv_heads=config.num_key_value_heads,
+            head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+            vocabulary=config.vocab_size,
+            itemsize=itemsize,
+        )
 
     @property
     def width(self) -> int:

@@ -187,6 +187,8 @@ def not_default(settings: Any, *told: str) -> list[str]:
 
 def lines(record: dict[str, Any]) -> list[str]:
     """A measurement for people."""
+    from sparse_rl.plan.show import gb
+
     results, kv, roofline = record["results"], record["results"]["kv"], record["results"]["roofline"]
     window, step_ms, shown = results["window"], results["step_ms"], []
 
@@ -214,7 +216,7 @@ def lines(record: dict[str, Any]) -> list[str]:
     elif step_ms is not None:
         show("roofline", "needs the device's known bandwidth and flops: give --bandwidth and --flops")
     ratio = "" if kv["ratio"] is None else f" ({100 * kv['ratio']:.1f} %)"
-    sizes = f"{in_bytes(kv['peak_bytes'])} at the peak, dense {in_bytes(kv['dense_bytes'])}{ratio}"
+    sizes = f"{gb(kv['peak_bytes'])} at the peak, dense {gb(kv['dense_bytes'])}{ratio}"
     shares = f"saved {100 * kv['saved_frac']:.0f} %, read {100 * kv['read_frac']:.0f} % over the steps run"
     show("KV", f"{sizes}, {shares}")
     if plain := results.get("without_adapter"):
@@ -239,8 +241,3 @@ def rival_lines(rivals: dict[str, Any]) -> list[str]:
         else f"{name:9} {other['tokens_per_s']:,.0f} tok/s ({other['note']}): ours {other['ratio']:.2f}x"
         for name, other in rivals.items()
     ]
-
-
-def in_bytes(count: float) -> str:
-    unit = next((unit for unit in (1e9, 1e6) if count >= unit), 1e3)
-    return f"{count / unit:.3g} {'GB' if unit == 1e9 else 'MB' if unit == 1e6 else 'kB'}"

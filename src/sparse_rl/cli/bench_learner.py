@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any
 
-from sparse_rl.cli.bench import add_result, as_record, check_result, decided, in_bytes, not_default, show_and_keep
+from sparse_rl.cli.bench import add_result, as_record, check_result, decided, not_default, show_and_keep
 from sparse_rl.cli.parsing import add_fields, make_parser, model_dtype, parse, quiet_bars
 
 if TYPE_CHECKING:
@@ -78,6 +78,8 @@ def default_label(config: Any, update: Any, optimizer: Any) -> str:
 
 def lines(record: dict[str, Any]) -> list[str]:
     """A measurement for people."""
+    from sparse_rl.plan.show import gb
+
     results = record["results"]
     shown = [
         ("", f"{record['label']}, {record['hardware']}"),
@@ -90,6 +92,6 @@ def lines(record: dict[str, Any]) -> list[str]:
         shown.append(("MFU", f"{100 * results['mfu']:.1f} % of {results['flops']:.3g} a second"))
     shown.append(("", f"MFU = {results['formula']}"))
     if results["peak_bytes"] is not None:
-        shown.append(("memory", f"{in_bytes(results['peak_bytes'])} at the peak"))
+        shown.append(("memory", f"{gb(results['peak_bytes'])} at the peak"))
     shown.append(("warm-up", f"{results['warmup_s']:.1f} s"))
     return [f"{name:9} {text}" for name, text in shown]

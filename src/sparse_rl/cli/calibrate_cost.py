@@ -122,24 +122,12 @@ def shape_model(name: str, itemsize: int) -> Model:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from sparse_rl.bench.roofline import linear_parameters
     from sparse_rl.calibrate.cost import Model
     from sparse_rl.model.shapes import shape_config
 
-    config: Any = shape_config(name)
     with torch.device("meta"):
-        module = AutoModelForCausalLM.from_config(config)
-    return Model(
-        name=name,
-        parameters=sum(parameter.numel() for parameter in module.parameters()),
-        weights=linear_parameters(module),
-        layers=config.num_hidden_layers,
-        heads=config.num_attention_heads,
-        kv_heads=config.num_key_value_heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
-        vocabulary=config.vocab_size,
-        itemsize=itemsize,
-    )
+        module = AutoModelForCausalLM.from_config(shape_config(name))
+    return Model.of(module, name, itemsize)
 
 
 def _machine(settings: Namespace) -> Machine:

@@ -17,6 +17,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from sparse_rl.report.markdown import table
+
 NONE = "–"
 REASONS, REASON = 5, 200  # why graders failed: how many are shown, and characters of each
 WIDE = 200  # columns, where nobody has said how many there are
@@ -219,22 +221,22 @@ def markdown(results: Results) -> str:
 
 
 def _markdown(text: Text) -> str:
-    lines = [text.head, ["---"] * text.labels + ["---:"] * (len(text.head) - text.labels), *text.rows]
-    return "\n".join("| " + " | ".join(_plain(cell) for cell in line) + " |" for line in lines)
+    align = "l" * text.labels + "r" * (len(text.head) - text.labels)
+    return table([_plain(cell) for cell in text.head], ([_plain(cell) for cell in row] for row in text.rows), align)
 
 
 def _plain(text: str) -> str:
-    """Text that neither ends a cell of Markdown nor begins a tag."""
-    return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
+    """Text on one line that begins no tag of Markdown."""
+    return " ".join(text.split()).replace("<", "&lt;")
 
 
 def _rich(text: Text) -> Table:
-    table = Table(title=escape(text.title), title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    shown = Table(title=escape(text.title), title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for i, name in enumerate(text.head):
-        table.add_column(escape(name), justify="left" if i < text.labels else "right", overflow="fold")
+        shown.add_column(escape(name), justify="left" if i < text.labels else "right", overflow="fold")
     before = ""
     for row in text.rows:
         first = "" if text.labels > 1 and row[0] == before else row[0]
         before = row[0]
-        table.add_row(*(escape(cell) for cell in (first, *row[1:])))
-    return table
+        shown.add_row(*(escape(cell) for cell in (first, *row[1:])))
+    return shown

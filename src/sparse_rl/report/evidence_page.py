@@ -24,11 +24,11 @@ from sparse_rl.report.evidence_tables import (
     plain,
     predictors_table,
     presets_table,
-    table,
     tails_table,
     times_table,
     updates_table,
 )
+from sparse_rl.report.markdown import table
 from sparse_rl.report.page import write
 
 ABOUT = """Do the papers' claims hold on models that train here? Every number below comes from the raw results in

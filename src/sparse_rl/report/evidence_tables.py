@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 from sparse_rl.evaluate.statistics import Estimate, estimate
@@ -28,6 +28,7 @@ from sparse_rl.report.evidence import (
     threshold,
 )
 from sparse_rl.report.evidence_claims import number
+from sparse_rl.report.markdown import table
 
 NONE = "–"
 EPS = (1e-5, 1e-4, 1e-3, 1e-2)
@@ -356,10 +357,3 @@ def plain(found: Estimate, form: str) -> str:
         return mean.replace("%", " %")
     error = format(found.se, form.replace("+", ""))
     return f"{mean.removesuffix('%')} ± {error}".replace("%", " %")
-
-
-def table(head: Iterable[str], rows: Iterable[Sequence[str]]) -> str:
-    """In Markdown."""
-    head = list(head)
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(cell.replace("|", r"\|") for cell in line) + " |" for line in lines)

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from sparse_rl.calibrate.statistics import quantiles
 from sparse_rl.evaluate.inspection import Marks, Reading
 from sparse_rl.report.inspect_plot import TINT, draw_inspection, left_out
 from sparse_rl.report.page import Html, document, markup, table, write
@@ -209,7 +210,7 @@ def _facts(reading: Reading) -> tuple[str, ...]:
         str(max(reading.entries, default=0)),
         str(len(reading.firings)),
         f"{overlap.mean():.3f}",
-        f"{np.quantile(overlap, 0.05):.3f}",
+        f"{quantiles(overlap, [0.05])[0]:.3f}",
         f"{overlap.min():.3f}",
         f"{where} {text.pieces[where]!r}",
     )

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from sparse_rl.calibrate.statistics import quantiles
 from sparse_rl.evaluate.inspection import Reading, Text
 from sparse_rl.report.plots import COLOURS, INK, as_png, plot_style
 
@@ -107,7 +108,7 @@ def _map(axes: Axes, reading: Reading, *, first: bool) -> None:
     axes.grid(visible=False)
     axes.tick_params(labelbottom=False)
     overlap = reading.overlap
-    facts = f"overlap mean {overlap.mean():.3f}, P05 {np.quantile(overlap, 0.05):.3f}, lowest {overlap.min():.3f}"
+    facts = f"overlap mean {overlap.mean():.3f}, P05 {quantiles(overlap, [0.05])[0]:.3f}, lowest {overlap.min():.3f}"
     name = reading.name if len(reading.name) <= LONG else f"{reading.name[: LONG - 1]}…"
     axes.set_title(name, fontsize=10 * min(1.0, NAME / len(name)), fontweight="bold", pad=17, parse_math=False)
     said = f"KV saved {reading.saved_frac:.0%}, read {reading.read_frac:.0%}, {facts}"
