@@ -160,11 +160,11 @@ class ReplayedRows:
         landmarks_RKNCD = upcast(torch.stack(made, dim=3).to(k_RKSD.dtype))  # rounded, as a cache holds them
         q_BHD = q_RHnD.transpose(1, 2).flatten(0, 1)
         parts_RnKCD = query_parts_ref(q_BHD, num_kv_heads, policy.landmarks).unflatten(0, (num_rows, -1))
-        scores_BKN = torch.einsum("rqkcd,rkncd->rqkn", parts_RnKCD, landmarks_RKNCD).flatten(0, 1)
+        importance_BKN = torch.einsum("rqkcd,rkncd->rqkn", parts_RnKCD, landmarks_RKNCD).flatten(0, 1)
         counts_n, _ = policy.pages_read(lengths_n, contexts_n, size)
         lengths_B, counts_B = lengths_n.repeat(num_rows), counts_n.repeat(num_rows)
         ends = {"page_size": size, "first": policy.first, "last": policy.last}
-        chosen_BKN = chosen_pages_ref(scores_BKN, lengths_B, counts_B, **ends)
+        chosen_BKN = chosen_pages_ref(importance_BKN, lengths_B, counts_B, **ends)
         chosen: torch.Tensor = chosen_BKN.unflatten(0, (num_rows, -1))
         return chosen.transpose(1, 2)
 

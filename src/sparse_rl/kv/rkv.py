@@ -3,7 +3,7 @@
 
     importance = lam * attention - (1 - lam) * redundancy
 
-Departure: entries stay in ascending position order. The released code stores them by score, and as pooling and the
+Departure: entries stay in ascending position order. The released code stores them by importance, and as pooling and the
 last-duplicate rule read neighbours, its later firings differ; `order="score"` reproduces it.
 """
 
@@ -74,8 +74,8 @@ def best_first(
     # A stable sort on each key, the least important key first.
     padding = torch.arange(kept_BKT.shape[-1], device=kept_BKT.device) >= counts_B[:, None]
     recent = recent_BS[:, None].expand_as(importance_BKS).gather(-1, kept_BKT)
-    score = importance_BKS.gather(-1, kept_BKT).masked_fill(recent, float("-inf"))
-    order = score.argsort(dim=-1, descending=True, stable=True)
+    worth = importance_BKS.gather(-1, kept_BKT).masked_fill(recent, float("-inf"))
+    order = worth.argsort(dim=-1, descending=True, stable=True)
     rank = recent.int() + 2 * padding[:, None].int()
     order = order.gather(-1, rank.gather(-1, order).argsort(dim=-1, stable=True))
     return kept_BKT.gather(-1, order)
