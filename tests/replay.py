@@ -31,7 +31,7 @@ def visible_positions(
     *,
     prompt_len: int,
     num_tokens: int,
-    firings: list[tuple[int, torch.Tensor]],  # (tokens seen when it fired, kept positions (L, K, S))
+    firings: list[tuple[int, torch.Tensor]],  # (tokens seen when it fired, kept positions (L, K, E))
     windows: tuple[int | None, ...],
     num_kv_heads: int,
 ) -> torch.Tensor:

@@ -27,28 +27,28 @@ if TYPE_CHECKING:
 def write_landmarks(
     k_PKSD: torch.Tensor,
     landmarks_PKCD: torch.Tensor,
-    pages_N: torch.Tensor,
-    counts_N: torch.Tensor,  # entries the page holds; with none its landmarks stay
+    pages_M: torch.Tensor,
+    counts_M: torch.Tensor,  # entries the page holds; with none its landmarks stay
 ) -> None:
     """Make the landmarks of these pages anew."""
     if use_triton(k_PKSD):
         from sparse_rl.kernels.landmarks_triton import write_landmarks_triton as write
     else:
         write = write_landmarks_ref
-    write(k_PKSD, landmarks_PKCD, pages_N, counts_N)
+    write(k_PKSD, landmarks_PKCD, pages_M, counts_M)
 
 
 def write_landmarks_ref(
-    k_PKSD: torch.Tensor, landmarks_PKCD: torch.Tensor, pages_N: torch.Tensor, counts_N: torch.Tensor
+    k_PKSD: torch.Tensor, landmarks_PKCD: torch.Tensor, pages_M: torch.Tensor, counts_M: torch.Tensor
 ) -> None:
-    pages_N, counts_N = pages_N[counts_N > 0], counts_N[counts_N > 0]
-    k_NKSD = upcast(k_PKSD[pages_N])
-    empty = (torch.arange(k_NKSD.shape[2], device=k_NKSD.device) >= counts_N[:, None])[:, None, :, None]
+    pages_M, counts_M = pages_M[counts_M > 0], counts_M[counts_M > 0]
+    k_MKSD = upcast(k_PKSD[pages_M])
+    empty = (torch.arange(k_MKSD.shape[2], device=k_MKSD.device) >= counts_M[:, None])[:, None, :, None]
     if landmarks_PKCD.shape[2] == 1:
-        made = [k_NKSD.masked_fill(empty, 0.0).sum(2) / counts_N[:, None, None]]
+        made = [k_MKSD.masked_fill(empty, 0.0).sum(2) / counts_M[:, None, None]]
     else:
-        made = [k_NKSD.masked_fill(empty, float("inf")).amin(2), k_NKSD.masked_fill(empty, float("-inf")).amax(2)]
-    landmarks_PKCD[pages_N] = torch.stack(made, dim=2).to(landmarks_PKCD.dtype)
+        made = [k_MKSD.masked_fill(empty, float("inf")).amin(2), k_MKSD.masked_fill(empty, float("-inf")).amax(2)]
+    landmarks_PKCD[pages_M] = torch.stack(made, dim=2).to(landmarks_PKCD.dtype)
 
 
 def choose_pages(

@@ -20,17 +20,17 @@ LOADED = 8192  # numbers of landmarks a program reads
 
 
 def write_landmarks_triton(
-    k_PKSD: torch.Tensor, landmarks_PKCD: torch.Tensor, pages_N: torch.Tensor, counts_N: torch.Tensor
+    k_PKSD: torch.Tensor, landmarks_PKCD: torch.Tensor, pages_M: torch.Tensor, counts_M: torch.Tensor
 ) -> None:
     num_kv_heads, page_size, dim = k_PKSD.shape[1:]
     assert k_PKSD.is_contiguous() and landmarks_PKCD.is_contiguous()
-    if pages_N.numel() == 0:
+    if pages_M.numel() == 0:
         return
-    _write_landmarks[(pages_N.shape[0], num_kv_heads)](
+    _write_landmarks[(pages_M.shape[0], num_kv_heads)](
         k_PKSD,
         landmarks_PKCD,
-        pages_N.contiguous(),
-        counts_N.contiguous(),
+        pages_M.contiguous(),
+        counts_M.contiguous(),
         DIM=dim,
         BLOCK_D=triton.next_power_of_2(dim),
         PAGE=page_size,

@@ -230,7 +230,7 @@ class PrefillStep:
         )
         self.page_T, self.offset_T, slots_T = to_device(np.stack([page, slots % cache.page_size, slots]), device)
         cache.positions[:, self.page_T, :, self.offset_T] = slots_T.int()[:, None, None]
-        self.pages_N, self.counts_N = to_device(np.stack(np.unique(page, return_counts=True)), device)
+        self.pages_M, self.counts_M = to_device(np.stack(np.unique(page, return_counts=True)), device)
 
         # A prompt shorter than the ring leaves the rest of it zero; by the time a policy reads it, it is full, or the
         # policy counts how many of the queries there are.
@@ -257,7 +257,7 @@ class PrefillStep:
         cache.k[layer_idx][self.page_T, :, self.offset_T] = k_BKTD[0].transpose(0, 1)
         cache.v[layer_idx][self.page_T, :, self.offset_T] = v_BKTD[0].transpose(0, 1)
         if cache.num_landmarks:
-            write_landmarks(cache.k[layer_idx], cache.landmarks[layer_idx], self.pages_N, self.counts_N)
+            write_landmarks(cache.k[layer_idx], cache.landmarks[layer_idx], self.pages_M, self.counts_M)
         if cache.num_queries:
             self.queries_LBWHD[layer_idx, self.last_prompt, self.last_slot] = q_BHTD[0].transpose(0, 1)[self.last_token]
         return packed_attention(q_BHTD, k_BKTD, v_BKTD, self.boundaries, scale=scale, window=window)

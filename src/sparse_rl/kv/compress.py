@@ -75,7 +75,7 @@ def compress(
         num_layers=num_layers,
         tally_BKS=tally_BKS,
     )
-    kept_BKT = policy.evict(entries, pools, max_count=max_count)
+    kept_BKE = policy.evict(entries, pools, max_count=max_count)
     if cache.num_landmarks:
         # A page that is no longer full gets its own with the next entry, before it is read.
         place = torch.arange(0, positions_BKS.shape[-1], cache.page_size, device=device)
@@ -83,5 +83,5 @@ def compress(
         write_landmarks(pools[0], cache.landmarks.flatten(0, 1), pages_BN.flatten(), counts_BN.flatten())
     if not record:
         return None
-    kept_LBKT: torch.Tensor = positions_BKS.gather(-1, kept_BKT).unflatten(0, (num_layers, batch))
-    return kept_LBKT.cpu()
+    kept_LBKE: torch.Tensor = positions_BKS.gather(-1, kept_BKE).unflatten(0, (num_layers, batch))
+    return kept_LBKE.cpu()
