@@ -85,12 +85,8 @@ def test_the_engines_own_queries_and_keys_decide_what_is_kept(policy, family, ti
                         expected = {live[i] for i in keep(importance, **cut)}
                         lowest, highest = cut_margin(importance, **cut)
                         for p in got ^ expected:
-                            assert highest - 1e-9 <= importance[live.index(p)] <= lowest + 1e-9, (
-                                layer_idx,
-                                head,
-                                time,
-                                p,
-                            )
+                            value = importance[live.index(p)]
+                            assert highest - 1e-9 <= value <= lowest + 1e-9, (layer_idx, head, time, p)
                     else:
                         assert set(live) <= got
                     held = kept[layer_idx, head].tolist()
