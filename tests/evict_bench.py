@@ -45,9 +45,9 @@ class Bench:
             page_size=PAGE,
             num_rows=rows,
             num_queries=policy.num_queries,
-            keeps_score=policy.keeps_score,
+            keeps_tally=policy.keeps_tally,
         )
-        self.cache.scores.fill_(1e6)  # whatever others left
+        self.cache.tallies.fill_(1e6)  # whatever others left
         self.pool = PagePool(90, PAGE)
         self.slow, self.holdings, self.cut = [], [], [0] * rows
         for prompt_len in prompt_lens:
@@ -155,9 +155,9 @@ class Bench:
             assert self.cache.positions[where].tolist() == held
             np.testing.assert_array_equal(self.cache.k[where].numpy(), slow.keys[layer, head, held])
             np.testing.assert_array_equal(self.cache.v[where].numpy(), -slow.keys[layer, head, held])
-            if self.policy.keeps_score:
-                expected = [slow.scores[layer, head][p] for p in held]
-                np.testing.assert_allclose(self.cache.scores[where].numpy(), expected, atol=1e-9)
+            if self.policy.keeps_tally:
+                expected = [slow.tallies[layer, head][p] for p in held]
+                np.testing.assert_allclose(self.cache.tallies[where].numpy(), expected, atol=1e-9)
 
     def settle(self, b):
         self.holdings[b].trim(self.pool.pages_for(self.length(b)))

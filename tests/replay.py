@@ -18,9 +18,9 @@ def _replay_attention(module, query, key, value, attention_mask, scaling=None, v
         seen[module.layer_idx] = (query[0], key[0], scaling)
     group = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
-    scores = (query @ key.transpose(-1, -2)) * scaling
+    logits = (query @ key.transpose(-1, -2)) * scaling
     hidden = ~visible[module.layer_idx].repeat_interleave(group, dim=0)
-    weights = scores.masked_fill(hidden[None], float("-inf")).softmax(dim=-1)
+    weights = logits.masked_fill(hidden[None], float("-inf")).softmax(dim=-1)
     return (weights @ value).transpose(1, 2).contiguous(), None
 
 
@@ -31,7 +31,7 @@ def visible_positions(
     *,
     prompt_len: int,
     num_tokens: int,
-    firings: list[tuple[int, torch.Tensor]],  # (tokens seen when it fired, kept positions (L, K, S))
+    firings: list[tuple[int, torch.Tensor]],  # (tokens seen when it fired, kept positions (L, K, E))
     windows: tuple[int | None, ...],
     num_kv_heads: int,
 ) -> torch.Tensor:

@@ -3,7 +3,7 @@
 
 Everything is for one sequence, one layer and one KV head. ``keys`` is (n, d) in physical order and
 ``queries`` is (g, window, d): the last ``window`` queries of the g query heads sharing the KV head.
-The last ``window`` entries are never candidates, so a score array has n - window entries.
+The last ``window`` entries are never candidates, so an importance array has n - window entries.
 """
 
 import math
@@ -74,7 +74,7 @@ def redundancy(keys: np.ndarray, *, threshold: float = 0.5) -> np.ndarray:
     return np.array(_softmax(mean), dtype=np.float64)
 
 
-def rkv_scores(
+def rkv_importance(
     keys: np.ndarray,
     queries: np.ndarray,
     *,
@@ -87,21 +87,23 @@ def rkv_scores(
     """R-KV: lam * importance - (1 - lam) * redundancy, for the n - window candidates."""
     imp = attention_importance(keys, queries, window=window, scale=scale, kernel=kernel)
     red = redundancy(keys, threshold=threshold)  # n entries; the window's are left unread below
-    scores = np.zeros(len(imp), dtype=np.float64)
+    importance = np.zeros(len(imp), dtype=np.float64)
     for j in range(len(imp)):
-        scores[j] = lam * imp[j] - (1.0 - lam) * red[j]
-    return scores
+        importance[j] = lam * imp[j] - (1.0 - lam) * red[j]
+    return importance
 
 
-def snapkv_scores(keys: np.ndarray, queries: np.ndarray, *, window: int, scale: float, kernel: int = 7) -> np.ndarray:
+def snapkv_importance(
+    keys: np.ndarray, queries: np.ndarray, *, window: int, scale: float, kernel: int = 7
+) -> np.ndarray:
     """SnapKV, decode variant: the importance alone."""
     return attention_importance(keys, queries, window=window, scale=scale, kernel=kernel)
 
 
-def keep(scores: np.ndarray, *, n: int, window: int, budget: int, protected: Set[int] = frozenset()) -> list[int]:
-    """Ascending indices kept: the window, ``protected``, then the best scores (ties: later index)."""
-    if len(scores) != max(n - window, 0):
-        raise ValueError(f"expected {max(n - window, 0)} scores, got {len(scores)}")
+def keep(importance: np.ndarray, *, n: int, window: int, budget: int, protected: Set[int] = frozenset()) -> list[int]:
+    """Ascending indices kept: the window, ``protected``, then the most important (ties: later index)."""
+    if len(importance) != max(n - window, 0):
+        raise ValueError(f"expected {max(n - window, 0)} numbers, got {len(importance)}")
     for j in protected:
         if not 0 <= j < n:
             raise ValueError(f"protected index {j} is outside 0..{n - 1}")
@@ -111,27 +113,27 @@ def keep(scores: np.ndarray, *, n: int, window: int, budget: int, protected: Set
     if budget < len(kept):
         raise ValueError(f"budget {budget} is below the {len(kept)} protected entries")
     free = [j for j in range(n) if j not in kept]
-    free.sort(key=lambda j: (float(scores[j]), j), reverse=True)
+    free.sort(key=lambda j: (float(importance[j]), j), reverse=True)
     kept.update(free[: budget - len(kept)])
     return sorted(kept)
 
 
 def cut_margin(
-    scores: np.ndarray, *, n: int, window: int, budget: int, protected: Set[int] = frozenset()
+    importance: np.ndarray, *, n: int, window: int, budget: int, protected: Set[int] = frozenset()
 ) -> tuple[float, float]:
-    """(lowest kept unprotected score, highest dropped score); +inf / -inf where there is none."""
-    kept = set(keep(scores, n=n, window=window, budget=budget, protected=protected))
+    """(lowest kept unprotected importance, highest dropped one); +inf / -inf where there is none."""
+    kept = set(keep(importance, n=n, window=window, budget=budget, protected=protected))
     lowest_kept, highest_dropped = math.inf, -math.inf
-    for j in range(len(scores)):
+    for j in range(len(importance)):
         if j not in kept:
-            highest_dropped = max(highest_dropped, float(scores[j]))
+            highest_dropped = max(highest_dropped, float(importance[j]))
         elif j not in protected:
-            lowest_kept = min(lowest_kept, float(scores[j]))
+            lowest_kept = min(lowest_kept, float(importance[j]))
     return lowest_kept, highest_dropped
 
 
-def page_score(queries: np.ndarray, keys: np.ndarray, landmarks: int) -> float:
-    """What a page of ``keys`` (n, d) is worth to the ``queries`` (g, d) of a group: the mean of its heads' scores.
+def page_importance(queries: np.ndarray, keys: np.ndarray, landmarks: int) -> float:
+    """What a page of ``keys`` (n, d) is worth to the ``queries`` (g, d) of a group: the mean over its heads.
 
     With one landmark the product with the mean key, with two the bound from the least and greatest of every channel.
     """
@@ -146,13 +148,13 @@ def page_score(queries: np.ndarray, keys: np.ndarray, landmarks: int) -> float:
     return total / len(queries)
 
 
-def chosen_pages(scores: list[float], count: int, first: int, last: int) -> list[int]:
+def chosen_pages(importance: list[float], count: int, first: int, last: int) -> list[int]:
     """Places of the pages read: the reserved ones, then the best of the others one by one, the earlier of equals."""
-    chosen = {n for n in range(len(scores)) if n < first or n >= len(scores) - last}
-    while len(chosen) < min(count, len(scores)):
+    chosen = {n for n in range(len(importance)) if n < first or n >= len(importance) - last}
+    while len(chosen) < min(count, len(importance)):
         best = None
-        for n, score in enumerate(scores):
-            if n not in chosen and (best is None or score > scores[best]):
+        for n, value in enumerate(importance):
+            if n not in chosen and (best is None or value > importance[best]):
                 best = n
         chosen.add(best)
     return sorted(chosen)

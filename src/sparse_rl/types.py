@@ -80,7 +80,7 @@ class Rollout:
     kv: KVStats
     top_ids: torch.Tensor | None = None  # (T, k) int64, most likely first
     top_logprobs: torch.Tensor | None = None  # (T, k) fp32
-    kept_positions: tuple[torch.Tensor, ...] | None = None  # one (L, K, S) int32 a firing
+    kept_positions: tuple[torch.Tensor, ...] | None = None  # one (L, K, E) int32 a firing
     kept_at: tuple[int, ...] | None = None  # tokens seen at each of them, the prompt's included
 
 

@@ -319,7 +319,7 @@ def test_steps_are_measured_with_the_pages_of_the_prediction(monkeypatch):
 
     def time_step(loaded, config, policy, engine, context, *, show):
         sizes[policy.name, context] = engine.page_size
-        return 1e-3, float(context)
+        return 1.0, float(context)  # longer than any machine's bandwidth explains
 
     monkeypatch.setattr("sparse_rl.bench.steps.time_step", time_step)
     measured = ["--shape", "tiny", "--device", "cpu", "--rows", "2", "--contexts", "64", "--measure", "--page", "32"]

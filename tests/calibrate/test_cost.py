@@ -51,14 +51,14 @@ def test_eflops_by_hand(monkeypatch):
     assert dense_eflops(SMALL, n=2, prompt=3, output=4) == dense
     # A budget of 4 reads 3, 4, 4, 4; pages of 2.
     reading = Reading(schedule=constant(4), page=2, dense_layers=0)
-    scoring = 2 * 2 * 3 * 24 * 4 / 2 + 2 * 2 * 24 * 16 / 4 + 10 * (2 * 3 * 24 * 4 / 2 + 2 * 24 * 16 / 4)
-    sparse = 2 * 2 * 60 * 4 + 2 * 2 * 2 * 24 * 15 + 2 * 10 * 2 * 24 * 15 + scoring
+    choosing = 2 * 2 * 3 * 24 * 4 / 2 + 2 * 2 * 24 * 16 / 4 + 10 * (2 * 3 * 24 * 4 / 2 + 2 * 24 * 16 / 4)
+    sparse = 2 * 2 * 60 * 4 + 2 * 2 * 2 * 24 * 15 + 2 * 10 * 2 * 24 * 15 + choosing
     assert sparse_eflops(SMALL, reading, n=2, prompt=3, output=4) == pytest.approx(sparse)
-    # One of four layers dense: it reads all 18 and scores nothing. An evicting policy scores nothing at all.
+    # One of four layers dense: it reads all 18 and chooses nothing. An evicting policy chooses nothing at all.
     reads = 0.25 * 18 + 0.75 * 15
     mixed = 2 * 2 * 60 * 4 + 2 * (2 + 10) * 2 * 24 * reads
     one, none = replace(reading, dense_layers=1), replace(reading, dense_layers=1, landmarks=0)
-    assert sparse_eflops(SMALL, one, n=2, prompt=3, output=4) == pytest.approx(mixed + 0.75 * scoring)
+    assert sparse_eflops(SMALL, one, n=2, prompt=3, output=4) == pytest.approx(mixed + 0.75 * choosing)
     assert sparse_eflops(SMALL, none, n=2, prompt=3, output=4) == pytest.approx(mixed)
 
 
@@ -67,7 +67,7 @@ def test_a_step_by_hand():
     # Weights: max(2 x 50 / 100, 2 x 50 x 3 / 50) = 6. An entry has 2 x 24 x 2 = 96 bytes, logits 4 x 7 a row.
     (dense,) = step_s(SMALL, machine, np.array([20]), rows=3)
     assert dense == pytest.approx(6 + 3 * (20 * 96 + 28) / 100 + 0.5)
-    # One of four layers is dense; the others read 8 of 20 and score 20 / 2 landmarks of 24 x 2 bytes.
+    # One of four layers is dense; the others read 8 of 20 and 20 / 2 landmarks of 24 x 2 bytes.
     reading = Reading(schedule=Schedule((0, 10), (4, 8)), page=2, dense_layers=1)
     (sparse,) = step_s(SMALL, machine, np.array([20]), rows=3, reading=reading)
     moved = 0.25 * 20 * 96 + 0.75 * (8 * 96 + 10 * 48)
@@ -104,16 +104,16 @@ def test_how_policies_read():
         step_s(model, machine, at[-1:], rows=16, reading=Reading.of(policy, 16))[0]
         for policy in (RKV(budget=1024, interval=128, select="pages_mean", select_budget=256), RKV(budget=1024))
     ]
-    # 26 of 28 layers read 256 entries and score 1088 / 16 landmarks instead of reading 1088 entries
+    # 26 of 28 layers read 256 entries and 1088 / 16 landmarks instead of reading 1088 entries
     width = 28 * 8 * 128 * 2
     saved = 16 * 26 / 28 * (2 * width * (1088 - 256) - width * 1088 / 16) / machine.bandwidth
     assert times[1] - times[0] == pytest.approx(saved)
-    # A budget of 4 within 5 that are left of contexts 3, 4, 5, 6: it reads 3, 4, 4, 4 and scores 17 of 18.
+    # A budget of 4 within 5 that are left of contexts 3, 4, 5, 6: it reads 3, 4, 4, 4 and weighs 17 of 18.
     alone = Reading(schedule=constant(4), page=2, dense_layers=0)
     counted = {"n": 2, "prompt": 3, "output": 4}
     few, all_of_it = (sparse_eflops(SMALL, each, **counted) for each in (replace(alone, left=constant(5)), alone))
-    scored = all_of_it - sparse_eflops(SMALL, replace(alone, landmarks=0), **counted)
-    assert all_of_it - few == pytest.approx(scored / 18)
+    choosing = all_of_it - sparse_eflops(SMALL, replace(alone, landmarks=0), **counted)
+    assert all_of_it - few == pytest.approx(choosing / 18)
     with pytest.raises(ValueError, match="'full' reads everything"):
         Reading.of(Full(), 64)
 

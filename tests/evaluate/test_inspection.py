@@ -32,7 +32,7 @@ def by_hand():
     """Three tokens of prompt and three of answer; one layer, two heads; a cut after four tokens."""
     text = Text(ids=(1, 2, 3, 4, 5, 6), pieces=("a", "</script>", "\n", "<b>", "é", "#"), prompt_len=3)
     kept = np.array([[[1, 0, 0, 1, 0, 0], [1, 1, 0, 0, 0, 0]]], dtype=bool)
-    firing = Marks(context=4, at_LKN=kept)
+    firing = Marks(context=4, at_LKT=kept)
     return Reading(name="rkv:2", text=text, firings=(firing,), entries=(4, 3), overlap=np.array([1.0, 0.9, 0.2]))
 
 
@@ -49,11 +49,11 @@ def chosen_by_hand(by_hand):
     """The same with a second layer; it chooses, and its heads read two positions in both decode steps."""
     reads = []
     for context, places in ((4, ([0, 3], [1, 3])), (5, ([0, 4], [0, 4]))):
-        at_LKN = np.zeros((2, 2, 6), dtype=bool)
-        at_LKN[0, :, :context] = True
-        at_LKN[1, [[0], [1]], places] = True
-        reads.append(Marks(context=context, at_LKN=at_LKN))
-    firing = replace(by_hand.firings[0], at_LKN=by_hand.firings[0].at_LKN.repeat(2, axis=0))
+        at_LKT = np.zeros((2, 2, 6), dtype=bool)
+        at_LKT[0, :, :context] = True
+        at_LKT[1, [[0], [1]], places] = True
+        reads.append(Marks(context=context, at_LKT=at_LKT))
+    firing = replace(by_hand.firings[0], at_LKT=by_hand.firings[0].at_LKT.repeat(2, axis=0))
     return replace(by_hand, firings=(firing,), reads=tuple(reads), choosing=(1,))
 
 
@@ -112,13 +112,13 @@ def test_what_is_read_is_the_choice(policy, tiny, prompts, monkeypatch):
             for head in range(shape.num_kv_heads):
                 held = list(range(step.context))
                 if cut is not None:
-                    held = [*np.flatnonzero(cut.at_LKN[layer, head]), *range(cut.context, step.context)]
+                    held = [*np.flatnonzero(cut.at_LKT[layer, head]), *range(cut.context, step.context)]
                 pages = [held[i : i + 16] for i in range(0, len(held), 16)]
                 if layer in reading.choosing:
                     group = queries[layer, step.context - 1].unflatten(0, (shape.num_kv_heads, -1))[head]
                     pages = choice(selection, group, [[keys[layer, i][head] for i in page] for page in pages], pages)
                 expected = sorted(position for page in pages for position in page)
-                assert np.flatnonzero(step.at_LKN[layer, head]).tolist() == expected
+                assert np.flatnonzero(step.at_LKT[layer, head]).tolist() == expected
                 skipped += len(held) - len(expected)
     assert skipped > 0
 
@@ -158,7 +158,7 @@ def test_a_cache_reads_as_the_engine_samples(policy, tiny, prompts):
     assert sparse.saved_frac == pytest.approx(rollout.kv.saved_frac) and dense.saved_frac == 0 == len(dense.firings)
     assert len(sparse.firings) == len(rollout.kept_positions) > 3
     for firing, kept in zip(sparse.firings, rollout.kept_positions, strict=True):
-        positions = torch.from_numpy(firing.at_LKN).nonzero()[:, 2].view(kept.shape)
+        positions = torch.from_numpy(firing.at_LKT).nonzero()[:, 2].view(kept.shape)
         assert torch.equal(positions, kept.long())
 
 
@@ -179,8 +179,8 @@ def test_the_page_has_every_bit_and_escapes_the_text(by_hand):
         for what, count in zip(("cuts", "reads"), counts, strict=True):
             assert cache[what]["at"] == [4] * count
             bits = np.frombuffer(zlib.decompress(base64.b64decode(cache[what]["bits"])), dtype=np.uint8)
-            at_MLKN = np.unpackbits(bits.reshape(count, 1, 2, 1), axis=-1)[..., :6]
-            assert all((at_LKN == by_hand.firings[0].at_LKN).all() for at_LKN in at_MLKN)
+            found = np.unpackbits(bits.reshape(count, 1, 2, 1), axis=-1)[..., :6]
+            assert all((at_LKT == by_hand.firings[0].at_LKT).all() for at_LKT in found)
     assert "&lt;/script&gt;</span>" in page and page.count("<b></b>") == 2
     assert page.count('class="low"') == 2 and 'title="position 5, never written, overlap 0.200"' in page
     assert "http" not in page

@@ -44,9 +44,9 @@ def test_select_keeps_protected_and_the_best_of_the_rest(case):
             chosen = kept[b, h, :count].tolist()
             assert chosen == sorted(set(chosen)) and len(chosen) == count and chosen[-1] < lengths[b]
             assert set(protected[b, h].nonzero()[:, 0].tolist()) <= set(chosen)
-            score = importance[b, h].nan_to_num(nan=float("-inf")).tolist()
+            value = importance[b, h].nan_to_num(nan=float("-inf")).tolist()
             free = [i for i in range(int(lengths[b])) if not protected[b, h, i]]
-            best = sorted(free, key=lambda i: (score[i], i), reverse=True)
+            best = sorted(free, key=lambda i: (value[i], i), reverse=True)
             expected = best[: count - int(protected[b, h].sum())]
             assert set(chosen) == set(expected) | set(protected[b, h].nonzero()[:, 0].tolist())
 

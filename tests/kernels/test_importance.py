@@ -43,7 +43,7 @@ def test_every_row_has_its_own_scale():
     torch.testing.assert_close(both[1:], alone)
 
 
-def test_half_precision_keys_are_scored_in_fp32():
+def test_half_precision_keys_are_compared_in_fp32():
     k, q = random(1, 2, 20, 6).bfloat16(), random(1, 4, 3, 6).bfloat16()
     live, scale = torch.ones(1, 2, 20, dtype=torch.bool), torch.ones(1)
     attention = attention_importance_ref(*own_pages(k), q, live, scale_B=scale, kernel=3)

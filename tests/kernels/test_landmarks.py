@@ -9,10 +9,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from slow_policies import chosen_pages, page_score
+from slow_policies import chosen_pages, page_importance
 
 from sparse_rl.kernels.decode import LayerPool, write_entries_ref
-from sparse_rl.kernels.landmarks import choose_pages_ref, score_pages_ref, write_landmarks_ref
+from sparse_rl.kernels.landmarks import choose_pages_ref, page_importance_ref, write_landmarks_ref
 
 # (group, head dim, page size, KV heads)
 SHAPES = [(1, 64, 16, 3), (2, 128, 32, 2), (8, 64, 16, 1), (3, 96, 48, 2)]
@@ -89,20 +89,20 @@ def test_triton_makes_the_landmarks_of_the_reference(group, dim, page, heads, la
 
 @pytest.mark.parametrize("landmarks", [1, 2])
 @pytest.mark.parametrize("group", [1, 3, 8])
-def test_scores_equal_loops(landmarks, group):
+def test_importance_equals_loops(landmarks, group):
     pool = random_pool(12, 2, 4, 8, landmarks, torch.float64)
     pages = torch.randperm(12).reshape(2, 6)
     q = torch.randn(2, 2 * group, 8, dtype=torch.float64)
     write_landmarks_ref(pool.k_PKSD, pool.landmarks_PKCD, pages.flatten(), torch.full((12,), 4))
-    scores = score_pages_ref(q, pool, pages) / group
+    importance = page_importance_ref(q, pool, pages) / group
     for b in range(2):
         for head in range(2):
             for n in range(6):
                 keys = pool.k_PKSD[pages[b, n], head].numpy()
                 own = q[b, head * group : (head + 1) * group].numpy()
-                assert float(scores[b, head, n]) == pytest.approx(page_score(own, keys, landmarks), abs=1e-12)
+                assert float(importance[b, head, n]) == pytest.approx(page_importance(own, keys, landmarks), abs=1e-12)
                 if landmarks == 2:  # no key of the page is worth more to the mean query
-                    assert (keys @ own.mean(0)).max() <= float(scores[b, head, n]) + 1e-12
+                    assert (keys @ own.mean(0)).max() <= float(importance[b, head, n]) + 1e-12
 
 
 @given(
@@ -128,11 +128,11 @@ def test_chosen_pages_equal_loops(rows, width, first, last, more, landmarks, tie
     q = torch.ones(rows, 4, 8, dtype=torch.float64) if ties else torch.randn(rows, 4, 8, dtype=torch.float64)
     options = {"first": first, "last": last, "width": min(first + last + more, width)}
     got = choose_pages_ref(q, pool, pages, lengths, counts, **options)
-    scores = score_pages_ref(q, pool, pages)
+    importance = page_importance_ref(q, pool, pages)
     assert got.shape == (rows, 2, options["width"])
     for b in range(rows):
         for head in range(2):
-            expected = chosen_pages(scores[b, head, : held[b]].tolist(), int(counts[b]), first, last)
+            expected = chosen_pages(importance[b, head, : held[b]].tolist(), int(counts[b]), first, last)
             listed = got[b, head, : counts[b]].tolist()
             assert listed == [int(pages[b, n]) for n in expected]
             assert set(pages[b, : held[b]][:first].tolist()) <= set(listed) and int(pages[b, held[b] - 1]) == listed[-1]
@@ -162,7 +162,7 @@ def test_triton_chooses_what_the_reference_chooses(group, dim, page, heads, land
         assert torch.equal(got.long(), expected)
 
 
-def test_triton_with_scores_that_are_no_numbers(device):
+def test_triton_with_importance_that_is_no_number(device):
     triton = pytest.importorskip("sparse_rl.kernels.landmarks_triton")
     pool = random_pool(21, 1, 16, 64, 1, torch.float32, device)
     pages = torch.arange(1, 21, device=device)[None]

@@ -79,9 +79,9 @@ def test_both_implementations_of_the_kernels_compress_alike(policy, device, monk
             page_size=PAGE,
             num_rows=3,
             num_queries=policy.num_queries,
-            keeps_score=policy.keeps_score,
+            keeps_tally=policy.keeps_tally,
         )
-        cache.scores.copy_(torch.rand(cache.scores.shape, generator=generator))
+        cache.tallies.copy_(torch.rand(cache.tallies.shape, generator=generator))
         cache.k.copy_(random_keys(generator, *cache.k.shape))
         cache.v.copy_(cache.k * 2)
         pages = torch.tensor([[3, 9, 1], [2, 11, 7], [5, 4, 0]], dtype=torch.int32)
@@ -109,4 +109,4 @@ def test_both_implementations_of_the_kernels_compress_alike(policy, device, monk
         assert torch.equal(kept[:, b, :, :count], kept_triton[:, b, :, :count])
     for name in ("k", "v", "positions"):
         assert torch.equal(getattr(cache, name), getattr(cache_triton, name))
-    torch.testing.assert_close(cache.scores, cache_triton.scores)
+    torch.testing.assert_close(cache.tallies, cache_triton.tallies)

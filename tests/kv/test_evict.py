@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every evicting policy against a slow sequence (slow_evict.py), through the real cache, scores included.
+"""Every evicting policy against a slow sequence (slow_evict.py), through the real cache, tallies included.
 
 Layers with and without a window, ragged rows, pages that go from one row to another, many firings.
 """
@@ -99,7 +99,7 @@ def test_policy_equals_slow_sequence(policy, group, monkeypatch):
             bench.check(b, kept, seen[-1])
         for b in range(3):
             bench.settle(b)
-        for b in range(3):  # freed pages go to other rows, with the scores that are in them
+        for b in range(3):  # freed pages go to other rows, with the tallies that are in them
             bench.grow(b, policy.interval + 2 * b)
 
 
@@ -136,7 +136,7 @@ def test_order_of_rows_is_irrelevant_and_protected_entries_stay(policy, rows, se
                 for place, positions in kept[b].items():
                     assert len(positions) == min(len(slow.held[place]), policy.target(slow.prompt_len, 0))
                     assert slow.protected(*place) <= set(positions)
-                    slow.scores[place] = dict.fromkeys(slow.held[place], 0.0)
+                    slow.tallies[place] = dict.fromkeys(slow.held[place], 0.0)
                 slow.keep(kept[b])
                 for layer, head in slow.places:
                     table = torch.tensor(bench.holdings[b].pages)
@@ -154,7 +154,7 @@ def test_h2o_counts_the_last_queries_since_the_last_firing(window, counted, monk
     bench = Bench(H2O(budget=14, interval=8, window=window), prompt_lens=[2], windows=(None, None))
     given = []
     accumulate = H2O.accumulate
-    new = lambda self, e: given.append(accumulate(self, e) - e.scores_BKS) or accumulate(self, e)  # noqa: E731
+    new = lambda self, e: given.append(accumulate(self, e) - e.tally_BKS) or accumulate(self, e)  # noqa: E731
     monkeypatch.setattr(H2O, "accumulate", new)
     for count in (22, 8, 8):
         bench.grow(0, count)

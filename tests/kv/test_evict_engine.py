@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Evicting policies in the engine: whose queries and keys decide, and scores that go where their entries go."""
+"""Evicting policies in the engine: whose queries and keys decide, and tallies that go where their entries go."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ STATEFUL = [H2O(budget=16, interval=9, window=9), GKV(budget=16, interval=9, win
 
 
 @pytest.mark.parametrize("policy", STATEFUL, ids=lambda p: p.name)
-def test_scores_travel_with_copied_saved_and_restored_pages(policy, tiny):
+def test_tallies_travel_with_copied_saved_and_restored_pages(policy, tiny):
     loaded = tiny()
-    cache = PagedCache(loaded.shape, num_pages=6, page_size=16, num_rows=2, num_queries=4, keeps_score=True)
-    cache.scores.copy_(torch.rand(cache.scores.shape))
-    before = cache.scores.clone()
+    cache = PagedCache(loaded.shape, num_pages=6, page_size=16, num_rows=2, num_queries=4, keeps_tally=True)
+    cache.tallies.copy_(torch.rand(cache.tallies.shape))
+    before = cache.tallies.clone()
     cache.copy_pages([1, 2], [5, 3])
-    assert torch.equal(cache.scores[:, [5, 3]], before[:, [1, 2]])
+    assert torch.equal(cache.tallies[:, [5, 3]], before[:, [1, 2]])
     saved = cache.save([5, 3])
-    cache.scores.zero_()
+    cache.tallies.zero_()
     cache.restore(saved, [2, 6])
-    assert torch.equal(cache.scores[:, [2, 6]], before[:, [1, 2]])
+    assert torch.equal(cache.tallies[:, [2, 6]], before[:, [1, 2]])
     cache.clear()
-    assert not cache.scores.any()
+    assert not cache.tallies.any()
     held = sum(pool.nbytes for pool in cache.pools)
     assert held == 7 * 16 * policy.entry_bytes(loaded.shape) > 7 * 16 * loaded.shape.entry_bytes
     cache.release()
-    assert cache.scores.numel() == 0
+    assert cache.tallies.numel() == 0
 
 
 @pytest.mark.parametrize("policy", STATEFUL, ids=lambda p: p.name)
-def test_scores_of_a_full_engine_do_not_leak(policy, tiny, prompts):
+def test_tallies_of_a_full_engine_do_not_leak(policy, tiny, prompts):
     """A small pool whose pages go round, refills, samples of one prompt, a second call: what one row alone draws."""
     loaded = tiny("gemma3", dtype=torch.float64)
     sampling = Sampling(max_tokens=30, n=2, seed=3, stop_ids=(0, 1, 2, 3))
@@ -46,7 +46,7 @@ def test_scores_of_a_full_engine_do_not_leak(policy, tiny, prompts):
     alone = Engine(loaded, policy, EngineConfig(rows=1, page_size=16)).generate(batch, sampling)
     engine = Engine(loaded, policy, EngineConfig(rows=3, page_size=16, pool_pages=8))
     engine.generate(prompts(40, 40, seed=9), sampling)
-    assert engine.cache.scores.any()
+    assert engine.cache.tallies.any()
     together = engine.generate(batch, sampling)
     assert [r.token_ids.tolist() for r in together] == [r.token_ids.tolist() for r in alone]
     assert max(rollout.kv.num_compressions for rollout in together) >= 3

@@ -7,7 +7,7 @@ import pytest
 import torch
 from replay import firing_times, replay_logprobs
 from schedules import named
-from slow_policies import chosen_pages, page_score
+from slow_policies import chosen_pages, page_importance
 
 from sparse_rl.kv import POLICIES, Full, PagesMean, Quest, SelectPolicy, Streaming, build_policy
 from sparse_rl.kv.schedule import Schedule
@@ -64,8 +64,8 @@ def slow_rollout(model, rollout, policy, page, windows, held_at=range):
             pages = [held[s : s + page] for s in range(0, len(held), page)]
             for head in range(num_kv_heads):
                 own = queries[head * group : (head + 1) * group, position]
-                scores = [page_score(own, keys[head, entries], policy.landmarks) for entries in pages]
-                chosen = chosen_pages(scores, policy.schedule.at(position + 1) // page, policy.first, policy.last)
+                importance = [page_importance(own, keys[head, entries], policy.landmarks) for entries in pages]
+                chosen = chosen_pages(importance, policy.schedule.at(position + 1) // page, policy.first, policy.last)
                 for n in set(range(len(pages))) - set(chosen):
                     visible[layer_idx, head, position, pages[n]] = False
             read += int(visible[layer_idx, 0, position].sum())

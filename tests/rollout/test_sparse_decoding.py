@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from replay import firing_times, replay_logprobs, rollout_visibility, visible_positions
-from slow_policies import cut_margin, keep, rkv_scores, snapkv_scores
+from slow_policies import cut_margin, keep, rkv_importance, snapkv_importance
 
 from sparse_rl.kv import RKV, SnapKV, Streaming
 from sparse_rl.rollout import Engine, EngineConfig, Sampling, runner
@@ -78,14 +78,15 @@ def test_the_engines_own_queries_and_keys_decide_what_is_kept(policy, family, ti
                         settings = {"window": policy.window, "scale": scale, "kernel": policy.kernel}
                         if isinstance(policy, RKV):
                             settings |= {"lam": policy.lam, "threshold": policy.threshold}
-                        score = rkv_scores if isinstance(policy, RKV) else snapkv_scores
-                        scores = score(own_keys[live], last, **settings)
+                        find = rkv_importance if isinstance(policy, RKV) else snapkv_importance
+                        importance = find(own_keys[live], last, **settings)
                         sinks = frozenset(i for i, p in enumerate(live) if p < policy.sinks)
                         cut = {"n": len(live), "window": policy.window, "budget": policy.budget, "protected": sinks}
-                        expected = {live[i] for i in keep(scores, **cut)}
-                        lowest, highest = cut_margin(scores, **cut)
+                        expected = {live[i] for i in keep(importance, **cut)}
+                        lowest, highest = cut_margin(importance, **cut)
                         for p in got ^ expected:
-                            assert highest - 1e-9 <= scores[live.index(p)] <= lowest + 1e-9, (layer_idx, head, time, p)
+                            value = importance[live.index(p)]
+                            assert highest - 1e-9 <= value <= lowest + 1e-9, (layer_idx, head, time, p)
                     else:
                         assert set(live) <= got
                     held = kept[layer_idx, head].tolist()

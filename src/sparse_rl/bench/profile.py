@@ -17,7 +17,7 @@ from torch._C._autograd import DeviceType
 
 # Tried in this order: flash kernels name CUTLASS too. What starts with an underscore is ours.
 KERNELS: dict[str, str] = {
-    r"^_(score_pages|top_pages|write_landmarks)": "selection",
+    r"^_(page_importance|top_pages|write_landmarks)": "selection",
     r"^_(attention_importance|sum_cosines|spare_duplicates|softmax_totals|select|key_)": "compaction",
     r"^_(decode|write)|flash|fmha": "attention",
     r"^_sample": "sampling",

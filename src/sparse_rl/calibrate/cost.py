@@ -5,11 +5,11 @@ N samples of a prompt of L_in tokens, L_out tokens each; P parameters; D = layer
 head; I operations a device does while it moves one element. reads = sum over tokens of min(context, budget(context)).
 
     dense    2 P N L_out + r (2 L_in + L_out) L_out N D + I (2 L_in L_out D + N L_out^2 D)
-    sparse   2 P N L_out + 2 r N D reads + 2 I N D reads + scoring
-    scoring  2 N L_in D L_out / page + r N D L_out^2 / (2 page) + I (2 L_in D L_out / page + N D L_out^2 / (2 page))
+    sparse   2 P N L_out + 2 r N D reads + 2 I N D reads + choosing
+    choosing 2 N L_in D L_out / page + r N D L_out^2 / (2 page) + I (2 L_in D L_out / page + N D L_out^2 / (2 page))
 
 In the paper the terms with L_in are printed without "/ page"; `printed` leaves it out too. Dense layers read all that
-is held and score nothing. The time of a step, for `rows` sequences at one context:
+is held and choose nothing. The time of a step, for `rows` sequences at one context:
 
     max(b W / BW, 2 W rows / F) + rows kv reads / BW + rows landmarks / BW + 4 rows V / BW + fixed
 
@@ -77,11 +77,11 @@ class Model:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """How a sparse cache reads. A policy that evicts scores nothing in a step."""
+    """How a sparse cache reads. A policy that evicts chooses nothing in a step."""
 
     schedule: Schedule
     page: int = 16
-    landmarks: int = 1  # vectors a page that a step's scoring reads: 1 for means, 2 for bounds, 0 for none
+    landmarks: int = 1  # vectors a page that a step reads to choose: 1 for means, 2 for bounds, 0 for none
     dense_layers: int = 2
     left: Schedule | None = None  # entries that an evicting policy leaves to choose from, on average
 
@@ -146,10 +146,10 @@ def sparse_eflops(model: Model, reading: Reading, *, n: int, prompt: int, output
     reads = dense * held + (1.0 - dense) * float(reading.entries(contexts).sum())
     of_prompt = 2.0 * prompt * width * output / (1 if printed else reading.page)
     of_output = width * float(output) ** 2 / (2.0 * reading.page)
-    scoring = n * of_prompt + ratio * n * of_output + INTENSITY * (of_prompt + n * of_output)
-    scoring *= held / float(contexts.sum())
+    choosing = n * of_prompt + ratio * n * of_output + INTENSITY * (of_prompt + n * of_output)
+    choosing *= held / float(contexts.sum())
     attention = 2.0 * (ratio + INTENSITY) * n * width * reads
-    return 2.0 * n * model.parameters * output + attention + (1.0 - dense) * reading.landmarks * scoring
+    return 2.0 * n * model.parameters * output + attention + (1.0 - dense) * reading.landmarks * choosing
 
 
 def step_s(
@@ -178,7 +178,7 @@ def speed_up(model: Model, machine: Machine, reading: Reading, *, rows: int, pro
 def by_page(
     model: Model, machine: Machine, reading: Reading, pages: list[int], *, rows: int, prompt: int, output: int
 ) -> dict[int, float]:
-    """The speed-up with pages of each size, the entries read the same: larger ones have fewer landmarks to score."""
+    """The speed-up with pages of each size, the entries read the same: larger ones have fewer landmarks to read."""
     return {
         page: speed_up(model, machine, replace(reading, page=page), rows=rows, prompt=prompt, output=output)
         for page in pages

@@ -32,7 +32,7 @@ def describe(
     tokens: Tokens, bins: list[tuple[int, int]], *, entropy: float, bootstrap: int, least: int
 ) -> dict[str, Any]:
     """Of one cache; `least` is how many tokens a bin needs for a tail."""
-    counts_NR = resampled(tokens.num_rollouts, bootstrap, seed=0)
+    counts = resampled(tokens.num_rollouts, bootstrap, seed=0)
     return {
         "rollouts": tokens.num_rollouts,
         "tokens": len(tokens.contexts),
@@ -40,7 +40,7 @@ def describe(
         **veto(tokens),
         "kv_saved_frac": 1.0 - tokens.held / tokens.full if tokens.full else 0.0,
         "kv_read_frac": tokens.read / tokens.full if tokens.full else 1.0,
-        "bins": [_bin(tokens, span, entropy, counts_NR, least) for span in open_ended(bins)],
+        "bins": [_bin(tokens, span, entropy, counts, least) for span in open_ended(bins)],
     }
 
 
@@ -66,9 +66,7 @@ def veto(tokens: Tokens) -> dict[str, float]:
     }
 
 
-def _bin(
-    tokens: Tokens, span: tuple[float, float], entropy: float, counts_NR: np.ndarray, least: int
-) -> dict[str, Any]:
+def _bin(tokens: Tokens, span: tuple[float, float], entropy: float, counts: np.ndarray, least: int) -> dict[str, Any]:
     inside = (tokens.contexts >= span[0]) & (tokens.contexts < span[1])
     groups = {"all": inside, "decision": inside & (tokens.entropy > entropy)}
     found: dict[str, Any] = {
@@ -80,13 +78,13 @@ def _bin(
     for scale in SCALES:
         values = getattr(tokens, scale)
         found[scale] = {
-            name: _group(values[chosen], tokens.rollouts[chosen], counts_NR) if chosen.sum() >= least else None
+            name: _group(values[chosen], tokens.rollouts[chosen], counts) if chosen.sum() >= least else None
             for name, chosen in groups.items()
         }
     return found
 
 
-def _group(values: np.ndarray, rollouts: np.ndarray, counts_NR: np.ndarray) -> dict[str, Any]:
+def _group(values: np.ndarray, rollouts: np.ndarray, counts: np.ndarray) -> dict[str, Any]:
     fitted = fit(values)
     beta = None
     if fitted is not None:
@@ -94,7 +92,7 @@ def _group(values: np.ndarray, rollouts: np.ndarray, counts_NR: np.ndarray) -> d
     return {
         "mean": float(values.mean(dtype=np.float64)),
         **dict(zip(QUANTILES, quantiles(values, list(QUANTILES.values())), strict=True)),
-        **intervals(values, rollouts, counts_NR),
+        **intervals(values, rollouts, counts),
         "perfect": float((values > PERFECT).mean()),
         "histogram": np.histogram(values[values <= PERFECT], BARS, (0.0, PERFECT))[0].tolist(),
         "beta": beta,
@@ -113,20 +111,20 @@ def resampled(num_rollouts: int, times: int, seed: int) -> np.ndarray:
     return draw.multinomial(num_rollouts, np.full(num_rollouts, 1.0 / num_rollouts), size=times).astype(np.float32)
 
 
-def intervals(values: np.ndarray, rollouts: np.ndarray, counts_NR: np.ndarray) -> dict[str, list[float]]:
+def intervals(values: np.ndarray, rollouts: np.ndarray, counts: np.ndarray) -> dict[str, list[float]]:
     """95 % of the resamples' statistics, to 1 / LEVELS: all resamples' histograms are one product."""
-    if len(counts_NR) == 0:
+    if len(counts) == 0:
         return {}
     seen, own = np.unique(rollouts, return_inverse=True)
     level = np.ceil(values * LEVELS - 1e-6).clip(0, LEVELS).astype(np.int64)
     width = LEVELS + 1
-    histogram_RV = np.bincount(own * width + level, minlength=len(seen) * width).reshape(-1, width)
+    histograms = np.bincount(own * width + level, minlength=len(seen) * width).reshape(-1, width)
     sums = np.bincount(own, values, minlength=len(seen))
-    drawn_NR = counts_NR[:, seen]
-    totals = drawn_NR @ histogram_RV.sum(axis=1)
+    drawn = counts[:, seen]
+    totals = drawn @ histograms.sum(axis=1)
     some = totals > 0
-    below_NV = (drawn_NR[some] @ histogram_RV.astype(np.float32)).cumsum(axis=1, dtype=np.float64)
-    found = {"mean": (drawn_NR[some] @ sums) / totals[some]}
+    below = (drawn[some] @ histograms.astype(np.float32)).cumsum(axis=1, dtype=np.float64)
+    found = {"mean": (drawn[some] @ sums) / totals[some]}
     for name, at in QUANTILES.items():
-        found[name] = (below_NV >= at * totals[some, None] - 1e-6).argmax(axis=1) / LEVELS
+        found[name] = (below >= at * totals[some, None] - 1e-6).argmax(axis=1) / LEVELS
     return {f"{name}_interval": np.quantile(each, [0.025, 0.975]).tolist() for name, each in found.items()}

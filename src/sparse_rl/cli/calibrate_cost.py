@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 DESCRIPTION = """Predict how much faster rollouts are with a schedule than with a dense cache; --measure checks it here.
 
 eFLOPs are Sparrow's count of operations and of elements moved. The time of a step counts the weights, the entries read
-(all of them in dense layers), the landmarks that are scored, the logits, and a fixed cost for launching. It is taken at
+(all of them in dense layers), the landmarks that are read, the logits, and a fixed cost for launching. It is taken at
 equal rows: memory that an evicting policy frees can also go into more rows, which is not in it.
 
 The schedule is --budget, read as Sparrow reads (pages of 16 chosen by the mean of their keys, layers 0 and 1 dense), or

@@ -44,7 +44,7 @@ class Marks:
     """The positions that a cut left, or that a decode step read."""
 
     context: int  # tokens seen by then
-    at_LKN: np.ndarray  # bool, by position
+    at_LKT: np.ndarray  # bool, by position
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +60,7 @@ class Reading:
     choosing: tuple[int, ...] = ()  # layers that do; shares are over them, since the others read everything
 
     def held(self) -> np.ndarray:
-        """The share of layers and heads that hold a position, contexts x N; nan where it is not written yet."""
+        """The share of layers and heads that hold a position, contexts x T; nan where it is not written yet."""
         return self._shares(self.firings)
 
     def read(self) -> np.ndarray:
@@ -68,7 +68,7 @@ class Reading:
         return self._shares(self.reads or self.firings)
 
     def stayed(self) -> np.ndarray:
-        """For how much of the time since it was written a position was held, N; nan for the last, never written."""
+        """For how much of the time since it was written a position was held, T; nan for the last, never written."""
         return _over_time(self.held())
 
     def often(self) -> np.ndarray:
@@ -77,7 +77,7 @@ class Reading:
 
     def _shares(self, marks: tuple[Marks, ...]) -> np.ndarray:
         size, rows = len(self.text.ids), []
-        found = {each.context: each.at_LKN[list(self.choosing) or slice(None)].mean(axis=(0, 1)) for each in marks}
+        found = {each.context: each.at_LKT[list(self.choosing) or slice(None)].mean(axis=(0, 1)) for each in marks}
         share = np.ones(size)
         for context in self.text.contexts:
             if context in found:
@@ -96,7 +96,7 @@ class Reading:
         """Entries read / those a dense cache would read, over all decode steps and layers, as the engine counts."""
         if not self.reads:
             return 1.0 - self.saved_frac
-        return float(sum(each.at_LKN.mean(axis=(0, 1)).sum() for each in self.reads) / sum(self.text.contexts[1:]))
+        return float(sum(each.at_LKT.mean(axis=(0, 1)).sum() for each in self.reads) / sum(self.text.contexts[1:]))
 
 
 class WatchedStep(SelectStep):
@@ -168,10 +168,10 @@ def _read(
 
 def _marks(context: int, positions: list[np.ndarray], size: int) -> Marks:
     """Of the positions of each layer, K S."""
-    at_LKN = np.zeros((len(positions), len(positions[0]), size), dtype=bool)
-    for at_KN, positions_KS in zip(at_LKN, positions, strict=True):
-        np.put_along_axis(at_KN, positions_KS, True, axis=-1)
-    return Marks(context=context, at_LKN=at_LKN)
+    at_LKT = np.zeros((len(positions), len(positions[0]), size), dtype=bool)
+    for at_KT, positions_KS in zip(at_LKT, positions, strict=True):
+        np.put_along_axis(at_KT, positions_KS, True, axis=-1)
+    return Marks(context=context, at_LKT=at_LKT)
 
 
 def _choosing(loaded: LoadedModel, policy: KVPolicy) -> tuple[int, ...]:
@@ -181,7 +181,7 @@ def _choosing(loaded: LoadedModel, policy: KVPolicy) -> tuple[int, ...]:
 
 
 def _over_time(shares: np.ndarray) -> np.ndarray:
-    """The mean over the contexts since a position was written, N; nan if it never was."""
+    """The mean over the contexts since a position was written, T; nan if it never was."""
     counts = (~np.isnan(shares)).sum(axis=0)
     return np.where(counts > 0, np.nansum(shares, axis=0) / np.maximum(counts, 1), np.nan)
 

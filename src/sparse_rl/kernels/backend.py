@@ -12,7 +12,7 @@ def use_triton(x: torch.Tensor) -> bool:
 
 
 def upcast(x: torch.Tensor) -> torch.Tensor:
-    """At least fp32: what is summed, and so that scores do not tie by rounding."""
+    """At least fp32: what is summed, and so that numbers do not tie by rounding."""
     return x if x.dtype == torch.float64 else x.float()
 
 

@@ -41,9 +41,9 @@ def select_and_compact_ref(
     *,
     max_count: int,
 ) -> torch.Tensor:
-    kept_BKT = select_ref(importance_BKS, protected_BKS, lengths_B, counts_B, max_count=max_count)
-    compact_ref(pools, pages_BN, kept_BKT, counts_B)
-    return kept_BKT
+    kept_BKE = select_ref(importance_BKS, protected_BKS, lengths_B, counts_B, max_count=max_count)
+    compact_ref(pools, pages_BN, kept_BKE, counts_B)
+    return kept_BKE
 
 
 def select_ref(
@@ -81,17 +81,17 @@ def select_ref(
 def compact_ref(
     pools: tuple[torch.Tensor, ...],
     pages_BN: torch.Tensor,
-    kept_BKT: torch.Tensor,  # slot in the sequence, in the order to store
-    counts_B: torch.Tensor,  # how many of the T are real
+    kept_BKE: torch.Tensor,  # slot in the sequence, in the order to store
+    counts_B: torch.Tensor,  # how many of the E are real
 ) -> None:
     """In place: slot t of row b and head h becomes what slot kept[b, h, t] was."""
     page_size = pools[0].shape[2]
     # What is not real repeats the last that is, so that nothing has to be counted, which would wait for a GPU.
     last_B = (counts_B - 1).clamp(min=0)
-    slot_BT = torch.minimum(torch.arange(kept_BKT.shape[2], device=kept_BKT.device), last_B[:, None])
-    kept_BKT = kept_BKT.gather(-1, slot_BT[:, None].expand_as(kept_BKT))
-    page_BT = pages_BN.gather(1, slot_BT // page_size)
+    slot_BE = torch.minimum(torch.arange(kept_BKE.shape[2], device=kept_BKE.device), last_B[:, None])
+    kept_BKE = kept_BKE.gather(-1, slot_BE[:, None].expand_as(kept_BKE))
+    page_BE = pages_BN.gather(1, slot_BE // page_size)
     for pool in pools:
         entries = gather_pages_ref(pool, pages_BN)
-        index = kept_BKT.reshape(*kept_BKT.shape, *[1] * (entries.ndim - 3)).expand(-1, -1, -1, *entries.shape[3:])
-        pool[page_BT, :, slot_BT % page_size] = entries.gather(2, index).transpose(1, 2)
+        index = kept_BKE.reshape(*kept_BKE.shape, *[1] * (entries.ndim - 3)).expand(-1, -1, -1, *entries.shape[3:])
+        pool[page_BE, :, slot_BE % page_size] = entries.gather(2, index).transpose(1, 2)

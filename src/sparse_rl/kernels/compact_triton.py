@@ -34,7 +34,7 @@ def select_and_compact_triton(
     widths = tuple(pool[0, 0, 0].numel() for pool in pools)
     widths_p = tuple(triton.next_power_of_2(width) for width in widths)
     size_p = triton.next_power_of_2(size)
-    kept_BKT = torch.empty((batch, num_heads, min(max_count, size)), dtype=torch.int64, device=importance_BKS.device)
+    kept_BKE = torch.empty((batch, num_heads, min(max_count, size)), dtype=torch.int64, device=importance_BKS.device)
     _select_and_compact[(batch * num_heads,)](
         pools,
         pages_BN,
@@ -42,19 +42,19 @@ def select_and_compact_triton(
         protected_BKS.contiguous(),
         lengths_B.contiguous(),
         counts_B.contiguous(),
-        kept_BKT,
+        kept_BKE,
         num_heads,
         size,
         pages_BN.stride(0),
-        kept_BKT.shape[2],
+        kept_BKE.shape[2],
         WIDTHS=widths,
         BLOCKS_X=widths_p,
-        BLOCKS_T=tuple(min(max(MOVED[0] // width, 1), MOVED[1]) for width in widths_p),
+        BLOCKS_E=tuple(min(max(MOVED[0] // width, 1), MOVED[1]) for width in widths_p),
         BLOCK_S=size_p,
         PAGE=pools[0].shape[2],
         num_warps=8 if size_p <= 4096 else 16,
     )
-    return kept_BKT
+    return kept_BKE
 
 
 @triton.jit(do_not_specialize=["pages_row", "max_count"])  # type: ignore[untyped-decorator]
@@ -72,7 +72,7 @@ def _select_and_compact(  # type: ignore[no-untyped-def]
     max_count,
     WIDTHS: tl.constexpr,
     BLOCKS_X: tl.constexpr,
-    BLOCKS_T: tl.constexpr,
+    BLOCKS_E: tl.constexpr,
     BLOCK_S: tl.constexpr,
     PAGE: tl.constexpr,
 ):
@@ -98,7 +98,7 @@ def _select_and_compact(  # type: ignore[no-untyped-def]
 
     table = pages + row * pages_row
     for i in tl.static_range(len(pools)):
-        move(pools[i], kept, count, table, head, num_heads, size, WIDTHS[i], BLOCKS_X[i], BLOCKS_T[i], PAGE)
+        move(pools[i], kept, count, table, head, num_heads, size, WIDTHS[i], BLOCKS_X[i], BLOCKS_E[i], PAGE)
 
 
 @triton.jit
@@ -133,13 +133,13 @@ def move(  # type: ignore[no-untyped-def]
     size,
     WIDTH: tl.constexpr,
     BLOCK_X: tl.constexpr,
-    BLOCK_T: tl.constexpr,
+    BLOCK_E: tl.constexpr,
     PAGE: tl.constexpr,
 ):
     """Slot t of one row and head becomes what slot kept[t] was."""
     x = tl.arange(0, BLOCK_X)
-    for start in range(0, count, BLOCK_T):
-        target = start + tl.arange(0, BLOCK_T)
+    for start in range(0, count, BLOCK_E):
+        target = start + tl.arange(0, BLOCK_E)
         source = tl.load(kept + target, mask=target < count, other=0).to(tl.int32)
         moves = (target < count) & (source != target)
         mask = moves[:, None] & (x < WIDTH)[None, :]

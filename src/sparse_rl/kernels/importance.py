@@ -33,10 +33,10 @@ def attention_importance(
 ) -> torch.Tensor:
     """Pooled mean attention of the last queries to each candidate, B K S; zero where there is none."""
     if use_triton(k_PKSD):
-        from sparse_rl.kernels.importance_triton import attention_importance_triton as score
+        from sparse_rl.kernels.importance_triton import attention_importance_triton as find
     else:
-        score = attention_importance_ref
-    return score(k_PKSD, pages_BN, queries_BHWD, candidates_BKS, scale_B=scale_B, kernel=kernel)
+        find = attention_importance_ref
+    return find(k_PKSD, pages_BN, queries_BHWD, candidates_BKS, scale_B=scale_B, kernel=kernel)
 
 
 def attention_importance_ref(
@@ -65,10 +65,10 @@ def redundancy(
 ) -> torch.Tensor:
     """Softmax over live entries of each key's mean cosine to the others, B K S; zero where dead."""
     if use_triton(k_PKSD):
-        from sparse_rl.kernels.importance_triton import redundancy_triton as score
+        from sparse_rl.kernels.importance_triton import redundancy_triton as find
     else:
-        score = redundancy_ref
-    return score(k_PKSD, pages_BN, live_BKS, threshold=threshold)
+        find = redundancy_ref
+    return find(k_PKSD, pages_BN, live_BKS, threshold=threshold)
 
 
 def redundancy_ref(

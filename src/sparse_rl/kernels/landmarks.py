@@ -2,10 +2,10 @@
 """What stands for a page of keys, and the pages a query reads.
 
     landmarks of a page     mean of its keys (C = 1), or their elementwise minimum and maximum (C = 2)
-    score of a page         sum over the query heads of a KV head's group (which chooses as their mean does) of
+    importance of a page    sum over the query heads of a KV head's group (which chooses as their mean does) of
                                 q . mean                            C = 1
                                 sum_d max(q_d min_d, q_d max_d)     C = 2, a bound on every q . k of the page
-    pages of a row          its `first` first and `last` last ones, and of the others those with the highest scores
+    pages of a row          its `first` first and `last` last ones, and of the others the most important
 
 As q_d min_d is the greater of the two where q_d < 0, a bound is a product too: max(q, 0) . max + min(q, 0) . min.
 Landmarks have the dtype of the keys and are always made of the page's keys, not of the landmark before: an entry more
@@ -27,28 +27,28 @@ if TYPE_CHECKING:
 def write_landmarks(
     k_PKSD: torch.Tensor,
     landmarks_PKCD: torch.Tensor,
-    pages_N: torch.Tensor,
-    counts_N: torch.Tensor,  # entries the page holds; with none its landmarks stay
+    pages_M: torch.Tensor,
+    counts_M: torch.Tensor,  # entries the page holds; with none its landmarks stay
 ) -> None:
     """Make the landmarks of these pages anew."""
     if use_triton(k_PKSD):
         from sparse_rl.kernels.landmarks_triton import write_landmarks_triton as write
     else:
         write = write_landmarks_ref
-    write(k_PKSD, landmarks_PKCD, pages_N, counts_N)
+    write(k_PKSD, landmarks_PKCD, pages_M, counts_M)
 
 
 def write_landmarks_ref(
-    k_PKSD: torch.Tensor, landmarks_PKCD: torch.Tensor, pages_N: torch.Tensor, counts_N: torch.Tensor
+    k_PKSD: torch.Tensor, landmarks_PKCD: torch.Tensor, pages_M: torch.Tensor, counts_M: torch.Tensor
 ) -> None:
-    pages_N, counts_N = pages_N[counts_N > 0], counts_N[counts_N > 0]
-    k_NKSD = upcast(k_PKSD[pages_N])
-    empty = (torch.arange(k_NKSD.shape[2], device=k_NKSD.device) >= counts_N[:, None])[:, None, :, None]
+    pages_M, counts_M = pages_M[counts_M > 0], counts_M[counts_M > 0]
+    k_MKSD = upcast(k_PKSD[pages_M])
+    empty = (torch.arange(k_MKSD.shape[2], device=k_MKSD.device) >= counts_M[:, None])[:, None, :, None]
     if landmarks_PKCD.shape[2] == 1:
-        made = [k_NKSD.masked_fill(empty, 0.0).sum(2) / counts_N[:, None, None]]
+        made = [k_MKSD.masked_fill(empty, 0.0).sum(2) / counts_M[:, None, None]]
     else:
-        made = [k_NKSD.masked_fill(empty, float("inf")).amin(2), k_NKSD.masked_fill(empty, float("-inf")).amax(2)]
-    landmarks_PKCD[pages_N] = torch.stack(made, dim=2).to(landmarks_PKCD.dtype)
+        made = [k_MKSD.masked_fill(empty, float("inf")).amin(2), k_MKSD.masked_fill(empty, float("-inf")).amax(2)]
+    landmarks_PKCD[pages_M] = torch.stack(made, dim=2).to(landmarks_PKCD.dtype)
 
 
 def choose_pages(
@@ -64,7 +64,7 @@ def choose_pages(
 ) -> torch.Tensor:
     """The pages each row and KV head reads, B K width, in the order of the row's table and filled up with page 0.
 
-    The first and last pages are among them whatever their scores. Of equal scores the earlier page wins; nan is least.
+    The first and last pages are among them whatever their importance. Of equals the earlier wins; nan is least.
     """
     if use_triton(q_BHD):
         from sparse_rl.kernels.landmarks_triton import choose_pages_triton as choose
@@ -84,17 +84,17 @@ def choose_pages_ref(
     last: int,
     width: int,
 ) -> torch.Tensor:
-    scores_BKN = score_pages_ref(q_BHD, pool, pages_BN)
+    importance_BKN = page_importance_ref(q_BHD, pool, pages_BN)
     page_size = pool.k_PKSD.shape[2]
-    chosen_BKN = chosen_pages_ref(scores_BKN, lengths_B, counts_B, page_size=page_size, first=first, last=last)
+    chosen_BKN = chosen_pages_ref(importance_BKN, lengths_B, counts_B, page_size=page_size, first=first, last=last)
     ascending = chosen_BKN.logical_not().int().argsort(dim=-1, stable=True)
-    listed = pages_BN[:, None].expand_as(scores_BKN).gather(-1, ascending)[..., :width]
+    listed = pages_BN[:, None].expand_as(importance_BKN).gather(-1, ascending)[..., :width]
     place = torch.arange(width, device=pages_BN.device)
     return listed.masked_fill((place[: listed.shape[-1]] >= counts_B[:, None])[:, None], 0)
 
 
 def chosen_pages_ref(
-    scores_BKN: torch.Tensor,
+    importance_BKN: torch.Tensor,
     lengths_B: torch.Tensor,
     counts_B: torch.Tensor,
     *,
@@ -102,22 +102,22 @@ def chosen_pages_ref(
     first: int,
     last: int,
 ) -> torch.Tensor:
-    """Which pages each row and KV head reads, B K N bool: the first and last ones, then those of the best scores."""
+    """Which pages each row and KV head reads, B K N bool: the first and last ones, then the most important."""
     num_pages_B = -(-lengths_B // page_size)
-    place = torch.arange(scores_BKN.shape[-1], device=scores_BKN.device)
+    place = torch.arange(importance_BKN.shape[-1], device=importance_BKN.device)
     held_BN = place < num_pages_B[:, None]
     reserved_BN = held_BN & ((place < first) | (place >= num_pages_B[:, None] - last))
 
-    # Two stable sorts make one order: reserved pages, then by falling score, then places without a page.
-    by_score = scores_BKN.nan_to_num(nan=float("-inf")).argsort(dim=-1, descending=True, stable=True)
-    rank_BKN = (1 - reserved_BN.int() + 2 * (~held_BN).int())[:, None].expand_as(scores_BKN)
-    best_first = by_score.gather(-1, rank_BKN.gather(-1, by_score).argsort(dim=-1, stable=True))
-    chosen = (place < counts_B[:, None])[:, None].expand_as(scores_BKN)
+    # Two stable sorts make one order: reserved pages, then by falling importance, then places without a page.
+    by_importance = importance_BKN.nan_to_num(nan=float("-inf")).argsort(dim=-1, descending=True, stable=True)
+    rank_BKN = (1 - reserved_BN.int() + 2 * (~held_BN).int())[:, None].expand_as(importance_BKN)
+    best_first = by_importance.gather(-1, rank_BKN.gather(-1, by_importance).argsort(dim=-1, stable=True))
+    chosen = (place < counts_B[:, None])[:, None].expand_as(importance_BKN)
     return torch.zeros_like(chosen).scatter(-1, best_first, chosen)
 
 
-def score_pages_ref(q_BHD: torch.Tensor, pool: LayerPool, pages_BN: torch.Tensor) -> torch.Tensor:
-    """Scores of all pages of a table, B K N."""
+def page_importance_ref(q_BHD: torch.Tensor, pool: LayerPool, pages_BN: torch.Tensor) -> torch.Tensor:
+    """Importance of all pages of a table, B K N."""
     assert pool.landmarks_PKCD is not None
     landmarks_BNKCD = upcast(pool.landmarks_PKCD[pages_BN])
     parts_BKCD = query_parts_ref(q_BHD, *landmarks_BNKCD.shape[2:4])
@@ -125,7 +125,7 @@ def score_pages_ref(q_BHD: torch.Tensor, pool: LayerPool, pages_BN: torch.Tensor
 
 
 def query_parts_ref(q_BHD: torch.Tensor, num_kv_heads: int, num_landmarks: int) -> torch.Tensor:
-    """What a page's landmarks are multiplied with for its score, B K C D: the sum over a group's query heads.
+    """What a page's landmarks are multiplied with for its importance, B K C D: the sum over a group's query heads.
 
     It chooses what their mean would choose, and is exact where the queries are.
     """

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`landmarks.py` on a GPU.
 
-Scores are bound by reading landmarks, 1 / (2 page) of the keys' and values' bytes for each of the C, so blocks of pages
-are spread over the whole GPU. One program a row and KV head then finds the score of the last page chosen bit by bit and
-lists the pages; nothing is sorted. Rows that read all they hold are not scored.
+Importance is bound by reading landmarks, 1 / (2 page) of the keys' and values' bytes for each of the C, so blocks of
+pages are spread over the whole GPU. One program a row and KV head then finds the importance of the last page chosen bit
+by bit and lists the pages; nothing is sorted. For rows that read all they hold it is not computed.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from sparse_rl.kernels.compact_triton import PROTECTED, UNWRITTEN, nth_greatest,
 from sparse_rl.kernels.decode import LayerPool
 from sparse_rl.kernels.decode_triton import offsets_of, summarize
 
-SCORED = 8192  # numbers of landmarks a program reads
+LOADED = 8192  # numbers of landmarks a program reads
 
 
 def write_landmarks_triton(
-    k_PKSD: torch.Tensor, landmarks_PKCD: torch.Tensor, pages_N: torch.Tensor, counts_N: torch.Tensor
+    k_PKSD: torch.Tensor, landmarks_PKCD: torch.Tensor, pages_M: torch.Tensor, counts_M: torch.Tensor
 ) -> None:
     num_kv_heads, page_size, dim = k_PKSD.shape[1:]
     assert k_PKSD.is_contiguous() and landmarks_PKCD.is_contiguous()
-    if pages_N.numel() == 0:
+    if pages_M.numel() == 0:
         return
-    _write_landmarks[(pages_N.shape[0], num_kv_heads)](
+    _write_landmarks[(pages_M.shape[0], num_kv_heads)](
         k_PKSD,
         landmarks_PKCD,
-        pages_N.contiguous(),
-        counts_N.contiguous(),
+        pages_M.contiguous(),
+        counts_M.contiguous(),
         DIM=dim,
         BLOCK_D=triton.next_power_of_2(dim),
         PAGE=page_size,
@@ -79,17 +79,17 @@ def choose_pages_triton(
     num_kv_heads, page_size = pool.k_PKSD.shape[1:3]
     num_landmarks = pool.landmarks_PKCD.shape[2]
     lengths_B, counts_B = lengths_B.contiguous(), counts_B.contiguous()
-    scores_BKN = torch.empty((batch, num_kv_heads, size), dtype=torch.float32, device=q_BHD.device)
+    importance_BKN = torch.empty((batch, num_kv_heads, size), dtype=torch.float32, device=q_BHD.device)
     dim_p = triton.next_power_of_2(dim)
-    block = min(max(SCORED // (dim_p * num_landmarks), 1), triton.next_power_of_2(size))
-    _score_pages[(num_kv_heads, batch, triton.cdiv(size, block))](
+    block = min(max(LOADED // (dim_p * num_landmarks), 1), triton.next_power_of_2(size))
+    _page_importance[(num_kv_heads, batch, triton.cdiv(size, block))](
         q_BHD,
         pool.landmarks_PKCD,
         offsets_of(pool),
         pages_BN,
         lengths_B,
         counts_B,
-        scores_BKN,
+        importance_BKN,
         size,
         q_BHD.stride(0),
         q_BHD.stride(1),
@@ -106,7 +106,7 @@ def choose_pages_triton(
     listed_BKM = torch.empty((batch, num_kv_heads, width), dtype=torch.int32, device=q_BHD.device)
     size_p = triton.next_power_of_2(size)
     _top_pages[(num_kv_heads, batch)](
-        scores_BKN,
+        importance_BKN,
         pages_BN,
         lengths_B,
         counts_B,
@@ -125,14 +125,14 @@ def choose_pages_triton(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _score_pages(  # type: ignore[no-untyped-def]
+def _page_importance(  # type: ignore[no-untyped-def]
     q,
     pool_landmarks,
     offsets,
     pages,
     lengths,
     counts,
-    scores,
+    importance,
     size,
     q_row,
     q_head,
@@ -168,16 +168,16 @@ def _score_pages(  # type: ignore[no-untyped-def]
         landmarks = pool_landmarks + tl.multiple_of(tl.load(offsets + 3), ALIGNED)
         tile = ((page * NUM_KV_HEADS + head) * (LANDMARKS * DIM))[:, None] + d[None, :]
         real = (place < num_pages)[:, None] & inside[None, :]
-        score = tl.load(landmarks + tile, mask=real, other=0.0).to(tl.float32) * low[None, :]
+        product = tl.load(landmarks + tile, mask=real, other=0.0).to(tl.float32) * low[None, :]
         if LANDMARKS == 2:
-            score += tl.load(landmarks + tile + DIM, mask=real, other=0.0).to(tl.float32) * high[None, :]
-        target = scores + (row * NUM_KV_HEADS + head).to(tl.int64) * size + place
-        tl.store(target, tl.sum(score, axis=1), mask=place < num_pages)
+            product += tl.load(landmarks + tile + DIM, mask=real, other=0.0).to(tl.float32) * high[None, :]
+        target = importance + (row * NUM_KV_HEADS + head).to(tl.int64) * size + place
+        tl.store(target, tl.sum(product, axis=1), mask=place < num_pages)
 
 
 @triton.jit(do_not_specialize=["first", "last"])  # type: ignore[untyped-decorator]
 def _top_pages(  # type: ignore[no-untyped-def]
-    scores,
+    importance,
     pages,
     lengths,
     counts,
@@ -198,7 +198,7 @@ def _top_pages(  # type: ignore[no-untyped-def]
     place = tl.arange(0, BLOCK_N)
     chosen = place < num_pages
     if count < num_pages:
-        order = ordered(tl.load(scores + unit * size + place, mask=chosen, other=0.0))
+        order = ordered(tl.load(importance + unit * size + place, mask=chosen, other=0.0))
         order = tl.where((place < first) | (place >= num_pages - last), PROTECTED, order)
         order = tl.where(chosen, order, UNWRITTEN)
         cut = nth_greatest(order, count)

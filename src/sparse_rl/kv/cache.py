@@ -26,7 +26,7 @@ Saved = tuple[torch.Tensor, ...]  # pages in host memory, as `page_pools` has th
 class PagedCache:
     """Pages 1 to `num_pages`, and page 0 for rows without a sequence; a ring of queries for every decode row.
 
-    With `keeps_score` every entry has a number of its own that a policy keeps from one cut to the next. Decoding does
+    With `keeps_tally` every entry has a number of its own that a policy keeps from one cut to the next. Decoding does
     not know of it: what the slot of a new entry holds was left there by another, and a cut takes it for 0.
     For policies that choose among pages, each has `num_landmarks` vectors that stand for its keys (landmarks.py).
 
@@ -43,13 +43,13 @@ class PagedCache:
         page_size: int,
         num_rows: int,
         num_queries: int,
-        keeps_score: bool = False,
+        keeps_tally: bool = False,
         num_landmarks: int = 0,
     ) -> None:
         self.shape = shape
         self.page_size = page_size
         self.num_queries = num_queries
-        self.keeps_score = keeps_score
+        self.keeps_tally = keeps_tally
         self.num_landmarks = num_landmarks
         device = shape.device
         self.windows = torch.tensor([window or NO_WINDOW for window in shape.windows], device=device)
@@ -66,8 +66,8 @@ class PagedCache:
 
     @property
     def pools(self) -> tuple[torch.Tensor, ...]:
-        """All that an entry consists of: key, value, position, and its score if it has one."""
-        return (self.k, self.v, self.positions, *((self.scores,) if self.keeps_score else ()))
+        """All that an entry consists of: key, value, position, and its tally if it has one."""
+        return (self.k, self.v, self.positions, *((self.tallies,) if self.keeps_tally else ()))
 
     @property
     def page_pools(self) -> tuple[torch.Tensor, ...]:
@@ -126,8 +126,8 @@ class PagedCache:
 
     def _make(self, num_pages: int) -> None:
         self.k, self.v, self.positions, self.landmarks = self._pages(self.shape.num_layers, num_pages)
-        size = self.positions.shape if self.keeps_score else (0,)
-        self.scores = torch.zeros(size, dtype=self.shape.precise, device=self.shape.device)
+        size = self.positions.shape if self.keeps_tally else (0,)
+        self.tallies = torch.zeros(size, dtype=self.shape.precise, device=self.shape.device)
 
     def _pages(self, num_layers: int, num_pages: int) -> tuple[torch.Tensor, ...]:
         shape = self.shape
@@ -230,7 +230,7 @@ class PrefillStep:
         )
         self.page_T, self.offset_T, slots_T = to_device(np.stack([page, slots % cache.page_size, slots]), device)
         cache.positions[:, self.page_T, :, self.offset_T] = slots_T.int()[:, None, None]
-        self.pages_N, self.counts_N = to_device(np.stack(np.unique(page, return_counts=True)), device)
+        self.pages_M, self.counts_M = to_device(np.stack(np.unique(page, return_counts=True)), device)
 
         # A prompt shorter than the ring leaves the rest of it zero; by the time a policy reads it, it is full, or the
         # policy counts how many of the queries there are.
@@ -257,7 +257,7 @@ class PrefillStep:
         cache.k[layer_idx][self.page_T, :, self.offset_T] = k_BKTD[0].transpose(0, 1)
         cache.v[layer_idx][self.page_T, :, self.offset_T] = v_BKTD[0].transpose(0, 1)
         if cache.num_landmarks:
-            write_landmarks(cache.k[layer_idx], cache.landmarks[layer_idx], self.pages_N, self.counts_N)
+            write_landmarks(cache.k[layer_idx], cache.landmarks[layer_idx], self.pages_M, self.counts_M)
         if cache.num_queries:
             self.queries_LBWHD[layer_idx, self.last_prompt, self.last_slot] = q_BHTD[0].transpose(0, 1)[self.last_token]
         return packed_attention(q_BHTD, k_BKTD, v_BKTD, self.boundaries, scale=scale, window=window)

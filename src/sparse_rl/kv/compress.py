@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cut sequences' caches to a policy's target: score, select and compact, all layers and heads at once.
+"""Cut sequences' caches to a policy's target: weigh, select and compact, all layers and heads at once.
 
 Layers are independent, so they join the rows: page p of layer l is page l * P + p of one long pool. On a GPU nothing
 here waits for the device, unless what was kept is asked for.
@@ -55,10 +55,10 @@ def compress(
     written_BS = age_BS >= 0
     windows_B = cache.windows.repeat_interleave(batch)
     oldest_B = contexts_B - windows_B  # out of the layer's window
-    scores_BKS = None
-    if policy.keeps_score:  # a fresh entry's slot has what others left there
-        scored_BS = slot < cut_B[:, None]
-        scores_BKS = gather_pages_ref(pools[3], pages_BN).masked_fill(~scored_BS[:, None], 0.0)
+    tally_BKS = None
+    if policy.keeps_tally:  # a fresh entry's slot has what others left there
+        tallied_BS = slot < cut_B[:, None]
+        tally_BKS = gather_pages_ref(pools[3], pages_BN).masked_fill(~tallied_BS[:, None], 0.0)
     entries = Entries(
         k_PKSD=pools[0],
         pages_BN=pages_BN,
@@ -73,9 +73,9 @@ def compress(
         scale_B=cache.scales.repeat_interleave(batch),
         windows_B=windows_B,
         num_layers=num_layers,
-        scores_BKS=scores_BKS,
+        tally_BKS=tally_BKS,
     )
-    kept_BKT = policy.evict(entries, pools, max_count=max_count)
+    kept_BKE = policy.evict(entries, pools, max_count=max_count)
     if cache.num_landmarks:
         # A page that is no longer full gets its own with the next entry, before it is read.
         place = torch.arange(0, positions_BKS.shape[-1], cache.page_size, device=device)
@@ -83,5 +83,5 @@ def compress(
         write_landmarks(pools[0], cache.landmarks.flatten(0, 1), pages_BN.flatten(), counts_BN.flatten())
     if not record:
         return None
-    kept_LBKT: torch.Tensor = positions_BKS.gather(-1, kept_BKT).unflatten(0, (num_layers, batch))
-    return kept_LBKT.cpu()
+    kept_LBKE: torch.Tensor = positions_BKS.gather(-1, kept_BKE).unflatten(0, (num_layers, batch))
+    return kept_LBKE.cpu()

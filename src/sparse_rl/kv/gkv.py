@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""G-KV (arXiv 2512.00504): R-KV with a score that outlives the queries that gave it.
+"""G-KV (arXiv 2512.00504): R-KV with a tally that outlives the queries that gave it.
 
     s = attention / max(attention)                          of the last `window` queries, as in SnapKV
     F = max(decay * F, s)                                   kept with the entry from firing to firing
     importance = lam * F - (1 - lam) * redundancy / max(redundancy)
 
 Departures: attention is SnapKV's here (maximum over query heads on logits, window keys left out of the softmax); the
-released code takes the maximum of weights over all keys. Redundancy is R-KV's. An entry scores once it has left the
-window.
+released code takes the maximum of weights over all keys. Redundancy is R-KV's. An entry's tally begins once it
+has left the window.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from sparse_rl.kv.snapkv import SnapKV
 class GKV(SnapKV):
     """The best attention an entry has had, fading, less redundancy among keys.
 
-    decay: what an entry's score is multiplied by at each firing; 1 forgets nothing, 0 everything
+    decay: what an entry's tally is multiplied by at each firing; 1 forgets nothing, 0 everything
     lam: weight of attention against redundancy, 0 to 1
     threshold: cosine above which two keys are duplicates; the newest one of each key is spared
     """
@@ -46,18 +46,18 @@ class GKV(SnapKV):
         SnapKV.__post_init__(self)
 
     @property
-    def keeps_score(self) -> bool:
+    def keeps_tally(self) -> bool:
         return True
 
     def accumulate(self, entries: Entries) -> torch.Tensor:
-        assert entries.scores_BKS is not None
-        return torch.maximum(self.decay * entries.scores_BKS, of_greatest(SnapKV.importance(self, entries)))
+        assert entries.tally_BKS is not None
+        return torch.maximum(self.decay * entries.tally_BKS, of_greatest(SnapKV.importance(self, entries)))
 
     def importance(self, entries: Entries) -> torch.Tensor:
-        assert entries.scores_BKS is not None
+        assert entries.tally_BKS is not None
         repetition = redundancy(entries.k_PKSD, entries.pages_BN, entries.live_BKS, threshold=self.threshold)
         repetition = repetition.masked_fill(entries.recent_BS[:, None], 0.0)
-        return self.lam * entries.scores_BKS - (1.0 - self.lam) * of_greatest(repetition)
+        return self.lam * entries.tally_BKS - (1.0 - self.lam) * of_greatest(repetition)
 
 
 def of_greatest(values_BKS: torch.Tensor) -> torch.Tensor:

@@ -30,7 +30,7 @@ class H2O(EvictPolicy):
 
     recent: newest entries that are never dropped; half of the budget, of a schedule's first, if not given
     window: last queries that the cache remembers and a firing counts; `interval` if not given. Earlier ones are missed
-    decay: what an entry's score is multiplied by at each firing; 1 forgets nothing, 0 everything
+    decay: what an entry's tally is multiplied by at each firing; 1 forgets nothing, 0 everything
     """
 
     name: ClassVar[str] = "h2o"
@@ -60,16 +60,16 @@ class H2O(EvictPolicy):
         return True  # the remembered queries of the rows
 
     @property
-    def keeps_score(self) -> bool:
+    def keeps_tally(self) -> bool:
         return True
 
     def accumulate(self, entries: Entries) -> torch.Tensor:
-        assert entries.scores_BKS is not None
-        return self.decay * entries.scores_BKS + received(entries, entries.fresh_B.clamp(max=self.num_queries))
+        assert entries.tally_BKS is not None
+        return self.decay * entries.tally_BKS + received(entries, entries.fresh_B.clamp(max=self.num_queries))
 
     def importance(self, entries: Entries) -> torch.Tensor:
-        assert entries.scores_BKS is not None
-        return entries.scores_BKS
+        assert entries.tally_BKS is not None
+        return entries.tally_BKS
 
 
 def received(entries: Entries, counts_B: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pages by the mean of their keys, as Sparrow reads them: one landmark a page, scored by the mean query of the group.
+"""Pages by the mean of their keys, as Sparrow reads them: one landmark a page, weighed by the mean query of the group.
 
-score(page) = mean_g q_g . mean_s k_s        k after rotation
+importance(page) = mean_g q_g . mean_s k_s        k after rotation
 """
 
 from __future__ import annotations

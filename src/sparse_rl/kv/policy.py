@@ -2,7 +2,7 @@
 """What a KV policy is, and the one cut that all eviction shares.
 
 A policy is frozen settings. It says when a sequence's cache is cut (`trigger`), to how many entries (`target`), and
-how important each entry is (`importance`). Which entries may not be dropped is said by a mask, never by a large score.
+how important each entry is (`importance`). Which entries may not be dropped is said by a mask, never by a large number.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Entries:
     scale_B: torch.Tensor  # what attention multiplies q . k by
     windows_B: torch.Tensor  # the layer's window
     num_layers: int
-    scores_BKS: torch.Tensor | None = None  # of a policy that keeps them; 0 where the entry is fresh
+    tally_BKS: torch.Tensor | None = None  # of a policy that keeps them; 0 where the entry is fresh
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,13 +81,13 @@ class KVPolicy:
         return None
 
     @property
-    def keeps_score(self) -> bool:
+    def keeps_tally(self) -> bool:
         """Whether every entry carries a number of the policy's from one cut to the next."""
         return False
 
     def entry_bytes(self, shape: AttentionShape) -> int:
         """What one token takes in every layer and KV head."""
-        return shape.entry_bytes + self.keeps_score * shape.score_bytes
+        return shape.entry_bytes + self.keeps_tally * shape.tally_bytes
 
     def page_bytes(self, shape: AttentionShape, page_size: int) -> int:
         """A page's entries and landmarks."""
@@ -172,17 +172,17 @@ class EvictPolicy(KVPolicy, ABC):
         """How much each entry matters, B K S; higher is kept. Only live entries outside the window are read."""
 
     def accumulate(self, entries: Entries) -> torch.Tensor:
-        """The entries' new scores, B K S, made of their old ones; `importance` then sees these."""
-        raise NotImplementedError(f"{self.name} keeps no score")
+        """The entries' new tallies, B K S, made of their old ones; `importance` then sees these."""
+        raise NotImplementedError(f"{self.name} keeps no tally")
 
     def evict(self, entries: Entries, pools: tuple[torch.Tensor, ...], *, max_count: int) -> torch.Tensor:
         """Cut every row to min(length, target) entries, at most `max_count`, in place.
 
         Returns the slots that were kept of each row and head in storing order, B K max_count, short rows padded.
         """
-        if self.keeps_score:
-            entries = replace(entries, scores_BKS=self.accumulate(entries))
-            store_scores(pools[3], entries)
+        if self.keeps_tally:
+            entries = replace(entries, tally_BKS=self.accumulate(entries))
+            store_tallies(pools[3], entries)
         first_B = (entries.prompt_lens_B * self.protect_prompt).clamp(min=self.sinks)
         protected_BKS = (entries.positions_BKS < first_B[:, None, None]) | entries.recent_BS[:, None]
         protected_BKS = protected_BKS & entries.live_BKS
@@ -214,11 +214,11 @@ class EvictPolicy(KVPolicy, ABC):
         )
 
 
-def store_scores(pool_PKS: torch.Tensor, entries: Entries) -> None:
-    """Write scores to the rows' pages, where they move with their entries; what fills tables up is nobody's page."""
-    assert entries.scores_BKS is not None
-    scores_BKNS = entries.scores_BKS.unflatten(-1, (entries.pages_BN.shape[1], -1))
-    pool_PKS[entries.pages_BN] = scores_BKNS.transpose(1, 2).to(pool_PKS.dtype)
+def store_tallies(pool_PKS: torch.Tensor, entries: Entries) -> None:
+    """Write tallies to the rows' pages, where they move with their entries; what fills tables up is nobody's page."""
+    assert entries.tally_BKS is not None
+    tally_BKNS = entries.tally_BKS.unflatten(-1, (entries.pages_BN.shape[1], -1))
+    pool_PKS[entries.pages_BN] = tally_BKNS.transpose(1, 2).to(pool_PKS.dtype)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

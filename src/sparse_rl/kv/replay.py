@@ -47,11 +47,11 @@ class Block:
 
     span: Span
     offsets_R: torch.Tensor  # where the sequences begin
-    kept_RLKS: torch.Tensor | None  # positions that the cut kept
+    kept_RLKE: torch.Tensor | None  # positions that the cut kept
 
     @property
     def places(self) -> torch.Tensor:
-        """Of its queries in the row, R n one after the other."""
+        """Of its queries in the row, R Q one after the other."""
         within = torch.arange(self.span.start, self.span.stop, device=self.offsets_R.device)
         return (self.offsets_R[:, None] + within).flatten()
 
@@ -92,7 +92,7 @@ class ReplayedRows:
         ends = [0, *accumulate(self.firsts)]
         outputs = [packed_attention(q, k, v, ends, scale=scale, window=window)[0]]
         for block in self.blocks:
-            kept = None if block.kept_RLKS is None else block.kept_RLKS[:, layer_idx].to(device, torch.long)
+            kept = None if block.kept_RLKE is None else block.kept_RLKE[:, layer_idx].to(device, torch.long)
             outputs.append(
                 checkpoint(
                     self._attend,
@@ -110,47 +110,47 @@ class ReplayedRows:
         k_KTD: torch.Tensor,
         v_KTD: torch.Tensor,
         block: Block,
-        kept_RKS: torch.Tensor | None,
+        kept_RKE: torch.Tensor | None,
         scale: float,
         window: int | None,
         selection: SelectPolicy | None,
     ) -> torch.Tensor:
-        """The output of a block's queries, H (R n) D."""
+        """The output of a block's queries, H (R Q) D."""
         span, device, dim = block.span, q_HTD.device, q_HTD.shape[-1]
         num_kv_heads, num_rows = len(k_KTD), len(block.offsets_R)
-        q_RHnD = q_HTD.index_select(1, block.places).unflatten(1, (num_rows, -1)).transpose(0, 1)
+        q_RHQD = q_HTD.index_select(1, block.places).unflatten(1, (num_rows, -1)).transpose(0, 1)
         positions_RKS = torch.arange(span.stop, device=device).expand(num_rows, num_kv_heads, -1)
-        if kept_RKS is not None:  # slots as the cut left them, then what came since
-            positions_RKS = torch.cat([kept_RKS, positions_RKS[..., span.fresh :]], dim=-1)
-        places_KN = (positions_RKS + block.offsets_R[:, None, None]).transpose(0, 1).flatten(1)
+        if kept_RKE is not None:  # slots as the cut left them, then what came since
+            positions_RKS = torch.cat([kept_RKE, positions_RKS[..., span.fresh :]], dim=-1)
+        places = (positions_RKS + block.offsets_R[:, None, None]).transpose(0, 1).flatten(1)  # K (R S)
         k_RKSD, v_RKSD = (
-            x.gather(1, places_KN[..., None].expand(-1, -1, dim)).unflatten(1, (num_rows, -1)).transpose(0, 1)
+            x.gather(1, places[..., None].expand(-1, -1, dim)).unflatten(1, (num_rows, -1)).transpose(0, 1)
             for x in (k_KTD, v_KTD)
         )
-        queries_n = torch.arange(span.start, span.stop, device=device)
-        lengths_n = queries_n + 1 - (span.stop - span.slots)  # entries a query has at hand, its own included
-        visible = (torch.arange(span.slots, device=device) < lengths_n[:, None])[None, None]  # R K n S, or 1 for R, K
+        queries_Q = torch.arange(span.start, span.stop, device=device)
+        lengths_Q = queries_Q + 1 - (span.stop - span.slots)  # entries a query has at hand, its own included
+        visible = (torch.arange(span.slots, device=device) < lengths_Q[:, None])[None, None]  # R K Q S, or 1 for R, K
         if window is not None:
-            visible = visible & (positions_RKS[:, :, None] > (queries_n - window)[:, None])
+            visible = visible & (positions_RKS[:, :, None] > (queries_Q - window)[:, None])
         if selection is not None:
-            chosen_RKnN = self._chosen(q_RHnD, k_RKSD, lengths_n, queries_n + 1, selection)
-            visible = visible & chosen_RKnN.repeat_interleave(self.page_size, dim=-1)[..., : span.slots]
+            chosen_RKQN = self._chosen(q_RHQD, k_RKSD, lengths_Q, queries_Q + 1, selection)
+            visible = visible & chosen_RKQN.repeat_interleave(self.page_size, dim=-1)[..., : span.slots]
         # The query heads of a group become the query length of their KV head.
         group = len(q_HTD) // num_kv_heads
-        q_RKnD, visible = q_RHnD.reshape(num_rows, num_kv_heads, -1, dim), visible.repeat(1, 1, group, 1)
-        out = scaled_dot_product_attention(q_RKnD, k_RKSD, v_RKSD, attn_mask=visible, scale=scale)
+        q_RKQD, visible = q_RHQD.reshape(num_rows, num_kv_heads, -1, dim), visible.repeat(1, 1, group, 1)
+        out = scaled_dot_product_attention(q_RKQD, k_RKSD, v_RKSD, attn_mask=visible, scale=scale)
         return out.reshape(num_rows, len(q_HTD), -1, dim).transpose(0, 1).flatten(1, 2)
 
     @torch.no_grad()
     def _chosen(
         self,
-        q_RHnD: torch.Tensor,
+        q_RHQD: torch.Tensor,
         k_RKSD: torch.Tensor,
-        lengths_n: torch.Tensor,
-        contexts_n: torch.Tensor,
+        lengths_Q: torch.Tensor,
+        contexts_Q: torch.Tensor,
         policy: SelectPolicy,
     ) -> torch.Tensor:
-        """The pages that each query reads, R K n N bool.
+        """The pages that each query reads, R K Q N bool.
 
         A page that is not full yet is a query's last one and read whatever its landmarks are.
         """
@@ -158,13 +158,13 @@ class ReplayedRows:
         k_RKNSD = upcast(pad(k_RKSD, (0, 0, 0, -num_slots % size)).unflatten(2, (-1, size)))
         made = [k_RKNSD.sum(3) / size] if policy.landmarks == 1 else [k_RKNSD.amin(3), k_RKNSD.amax(3)]
         landmarks_RKNCD = upcast(torch.stack(made, dim=3).to(k_RKSD.dtype))  # rounded, as a cache holds them
-        q_BHD = q_RHnD.transpose(1, 2).flatten(0, 1)
-        parts_RnKCD = query_parts_ref(q_BHD, num_kv_heads, policy.landmarks).unflatten(0, (num_rows, -1))
-        scores_BKN = torch.einsum("rqkcd,rkncd->rqkn", parts_RnKCD, landmarks_RKNCD).flatten(0, 1)
-        counts_n, _ = policy.pages_read(lengths_n, contexts_n, size)
-        lengths_B, counts_B = lengths_n.repeat(num_rows), counts_n.repeat(num_rows)
+        q_BHD = q_RHQD.transpose(1, 2).flatten(0, 1)
+        parts_RQKCD = query_parts_ref(q_BHD, num_kv_heads, policy.landmarks).unflatten(0, (num_rows, -1))
+        importance_BKN = torch.einsum("rqkcd,rkncd->rqkn", parts_RQKCD, landmarks_RKNCD).flatten(0, 1)
+        counts_Q, _ = policy.pages_read(lengths_Q, contexts_Q, size)
+        lengths_B, counts_B = lengths_Q.repeat(num_rows), counts_Q.repeat(num_rows)
         ends = {"page_size": size, "first": policy.first, "last": policy.last}
-        chosen_BKN = chosen_pages_ref(scores_BKN, lengths_B, counts_B, **ends)
+        chosen_BKN = chosen_pages_ref(importance_BKN, lengths_B, counts_B, **ends)
         chosen: torch.Tensor = chosen_BKN.unflatten(0, (num_rows, -1))
         return chosen.transpose(1, 2)
 

@@ -3,7 +3,7 @@
 
     importance = lam * attention - (1 - lam) * redundancy
 
-Departure: entries stay in ascending position order. The released code stores them by score, and as pooling and the
+Departure: entries stay in ascending position order. The released code stores them by importance, and as pooling and the
 last-duplicate rule read neighbours, its later firings differ; `order="score"` reproduces it.
 """
 
@@ -61,21 +61,21 @@ class RKV(SnapKV):
     ) -> torch.Tensor:
         if self.order == "position":
             return SnapKV.cut(self, entries, pools, importance_BKS, protected_BKS, counts_B, max_count=max_count)
-        kept_BKT = select_ref(importance_BKS, protected_BKS, entries.lengths_B, counts_B, max_count=max_count)
-        kept_BKT = best_first(kept_BKT, importance_BKS, entries.recent_BS, counts_B)
-        compact_ref(pools, entries.pages_BN, kept_BKT, counts_B)
-        return kept_BKT
+        kept_BKE = select_ref(importance_BKS, protected_BKS, entries.lengths_B, counts_B, max_count=max_count)
+        kept_BKE = best_first(kept_BKE, importance_BKS, entries.recent_BS, counts_B)
+        compact_ref(pools, entries.pages_BN, kept_BKE, counts_B)
+        return kept_BKE
 
 
 def best_first(
-    kept_BKT: torch.Tensor, importance_BKS: torch.Tensor, recent_BS: torch.Tensor, counts_B: torch.Tensor
+    kept_BKE: torch.Tensor, importance_BKS: torch.Tensor, recent_BS: torch.Tensor, counts_B: torch.Tensor
 ) -> torch.Tensor:
     """Kept slots by falling importance, then the window in its own order, then padding."""
     # A stable sort on each key, the least important key first.
-    padding = torch.arange(kept_BKT.shape[-1], device=kept_BKT.device) >= counts_B[:, None]
-    recent = recent_BS[:, None].expand_as(importance_BKS).gather(-1, kept_BKT)
-    score = importance_BKS.gather(-1, kept_BKT).masked_fill(recent, float("-inf"))
-    order = score.argsort(dim=-1, descending=True, stable=True)
+    padding = torch.arange(kept_BKE.shape[-1], device=kept_BKE.device) >= counts_B[:, None]
+    recent = recent_BS[:, None].expand_as(importance_BKS).gather(-1, kept_BKE)
+    worth = importance_BKS.gather(-1, kept_BKE).masked_fill(recent, float("-inf"))
+    order = worth.argsort(dim=-1, descending=True, stable=True)
     rank = recent.int() + 2 * padding[:, None].int()
     order = order.gather(-1, rank.gather(-1, order).argsort(dim=-1, stable=True))
-    return kept_BKT.gather(-1, order)
+    return kept_BKE.gather(-1, order)

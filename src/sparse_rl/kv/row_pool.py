@@ -26,7 +26,7 @@ class RowPool(PagedCache):
             page_size=page_size,
             num_rows=num_rows,
             num_queries=policy.num_queries,
-            keeps_score=policy.keeps_score,
+            keeps_tally=policy.keeps_tally,
             num_landmarks=policy.num_landmarks,
         )
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Policies that keep every entry, and at each decode step read only the pages that matter to the query.
 
-A page's landmarks stand for its keys; the pages of a row are scored against the query, and attention reads the best of
+A page's landmarks stand for its keys; the pages of a row are weighed against the query, and attention reads the best of
 them. Nothing is lost, so a page not read now may be read at the next step. Memory is that of a dense cache and the
 landmarks; what shrinks is the reading, which bounds a decode step. Prefill is dense, and so are the first layers and
 those with a sliding window.

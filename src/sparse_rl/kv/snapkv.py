@@ -20,7 +20,7 @@ from sparse_rl.kv.policy import Entries, EvictPolicy, at_least
 class SnapKV(EvictPolicy):
     """Pooled attention of the last `window` queries.
 
-    window: last queries that score; their own entries are never dropped
+    window: last queries whose attention counts; their own entries are never dropped
     kernel: width of the max-pooling over neighbouring entries, odd
     """
 

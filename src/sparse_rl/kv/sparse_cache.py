@@ -164,7 +164,7 @@ class SparseCache(Cache):
 
     @property
     def num_bytes(self) -> int:
-        """What is held: keys, values, positions, the last queries, and scores and landmarks if there are any."""
+        """What is held: keys, values, positions, the last queries, and tallies and landmarks if there are any."""
         return 0 if self.pool is None else sum(t.nbytes for t in (*self.pool.page_pools, self.pool.queries))
 
     def positions(self, row: int) -> torch.Tensor:

@@ -56,11 +56,11 @@ class AttentionShape:
 
     @property
     def precise(self) -> torch.dtype:
-        """What scales and scores are held in."""
+        """What scales and tallies are held in."""
         return torch.float64 if self.dtype == torch.float64 else torch.float32
 
     @property
-    def score_bytes(self) -> int:
+    def tally_bytes(self) -> int:
         """One number for each entry of a token in every layer and KV head."""
         return self.num_layers * self.num_kv_heads * self.precise.itemsize
 

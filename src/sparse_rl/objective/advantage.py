@@ -15,7 +15,7 @@ def advantages(
     rewards_R: torch.Tensor,
     groups_R: torch.Tensor,  # which group each rollout belongs to, 0 .. num_groups - 1
     estimator: Estimator,
-    greedy_rewards_G: torch.Tensor | None = None,  # remax: reward of each group's greedy rollout
+    greedy_rewards: torch.Tensor | None = None,  # remax: reward of each group's greedy rollout
 ) -> torch.Tensor:
     """A_i, (R,) fp32.
 
@@ -28,19 +28,19 @@ def advantages(
         raise ValueError(f"advantage {estimator!r} is unknown; choose one of {', '.join(get_args(Estimator))}.")
     rewards_R = rewards_R.double()  # the fp32 mean of equal rewards is not always those rewards
     if estimator == "remax":
-        if greedy_rewards_G is None:
+        if greedy_rewards is None:
             raise ValueError("advantage 'remax' needs the reward of a greedy rollout of every prompt.")
-        return (rewards_R - greedy_rewards_G.double()[groups_R]).float()
+        return (rewards_R - greedy_rewards.double()[groups_R]).float()
     num_groups = int(groups_R.max()) + 1
-    size_G = torch.bincount(groups_R, minlength=num_groups).double()
-    zeros_G = torch.zeros_like(size_G)
-    mean_G = zeros_G.index_add(0, groups_R, rewards_R) / size_G.clamp(min=1)
-    spread_G = zeros_G.scatter_reduce(0, groups_R, rewards_R, "amax", include_self=False)
-    spread_G = spread_G - zeros_G.scatter_reduce(0, groups_R, rewards_R, "amin", include_self=False)
-    centred_R = torch.where(spread_G[groups_R] == 0, 0.0, rewards_R - mean_G[groups_R])  # equal rewards say nothing
+    size = torch.bincount(groups_R, minlength=num_groups).double()  # of each group, as are mean, spread, variance
+    zeros = torch.zeros_like(size)
+    mean = zeros.index_add(0, groups_R, rewards_R) / size.clamp(min=1)
+    spread = zeros.scatter_reduce(0, groups_R, rewards_R, "amax", include_self=False)
+    spread = spread - zeros.scatter_reduce(0, groups_R, rewards_R, "amin", include_self=False)
+    centred_R = torch.where(spread[groups_R] == 0, 0.0, rewards_R - mean[groups_R])  # equal rewards say nothing
     if estimator == "dr_grpo":
         return centred_R.float()
     if estimator == "rloo":  # r - (sum - r) / (n - 1) = (r - mean) * n / (n - 1)
-        return (centred_R * (size_G / (size_G - 1).clamp(min=1))[groups_R]).float()
-    variance_G = zeros_G.index_add(0, groups_R, centred_R**2) / (size_G - 1).clamp(min=1)
-    return (centred_R / (variance_G.sqrt() + STD_EPS)[groups_R]).float()
+        return (centred_R * (size / (size - 1).clamp(min=1))[groups_R]).float()
+    variance = zeros.index_add(0, groups_R, centred_R**2) / (size - 1).clamp(min=1)
+    return (centred_R / (variance.sqrt() + STD_EPS)[groups_R]).float()

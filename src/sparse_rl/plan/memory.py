@@ -197,7 +197,7 @@ def _rollout(size: ModelSize, run: Run, device: Device) -> list[Footprint]:
                 name="compression",
                 bytes=32 * entries + rows * shape.query_bytes(run.kv.num_queries),
                 stages=("rollout",),
-                formula=f"{entries:,} entries of all layers and KV heads x 32: scores, positions, slots; queries",
+                formula=f"{entries:,} entries of all layers and KV heads x 32: importance, positions, slots; queries",
             )
         )
     return lines

@@ -190,13 +190,13 @@ def summary_lines(readings: list[Reading]) -> list[str]:
 
 def packed(marks: tuple[Marks, ...]) -> dict[str, Any]:
     """Bits in the order of context, layer, head, position, each head from a new byte on, deflated, as base64."""
-    bits = b"".join(np.packbits(each.at_LKN, axis=-1).tobytes() for each in marks)
+    bits = b"".join(np.packbits(each.at_LKT, axis=-1).tobytes() for each in marks)
     return {"at": [each.context for each in marks], "bits": base64.b64encode(zlib.compress(bits)).decode()}
 
 
 def _shape(readings: list[Reading]) -> tuple[int, int]:
     """Layers and heads; of a text that was always read whole there is but the whole."""
-    found = next((each.at_LKN.shape for reading in readings for each in reading.firings + reading.reads), (1, 1, 0))
+    found = next((each.at_LKT.shape for reading in readings for each in reading.firings + reading.reads), (1, 1, 0))
     return found[0], found[1]
 
 

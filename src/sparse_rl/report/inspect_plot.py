@@ -53,7 +53,7 @@ def left_out(reading: Reading) -> str:
         return ""
     if not reading.choosing:
         return "no layer chooses: all that is held is read"
-    layers = reading.reads[0].at_LKN.shape[0]
+    layers = reading.reads[0].at_LKT.shape[0]
     dense = [str(i) for i in range(layers) if i not in reading.choosing]
     said = f"layer {', '.join(dense)}" if len(dense) <= MANY else f"{len(dense)} of {layers} layers"
     return f"without {said}: all that is held is read there" if dense else ""

@@ -287,7 +287,7 @@ class Engine:
                     num_rows=self.config.rows,
                     num_queries=self.kv.num_queries,
                     num_landmarks=self.kv.num_landmarks,
-                    keeps_score=self.kv.keeps_score,
+                    keeps_tally=self.kv.keeps_tally,
                 )
             self.cache.resume(num_pages)
         except (RuntimeError, MemoryError) as error:

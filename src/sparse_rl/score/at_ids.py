@@ -27,13 +27,13 @@ def logprobs_at(
     if head.map is None:
         return normalised(head.model(**inputs, logits_to_keep=predicting).logits[0], ids_Tk)
     hidden, output, logit_map = head.model.get_decoder()(**inputs), head.model.get_output_embeddings(), head.map
-    hidden_TD = hidden.last_hidden_state[0, predicting]
+    states = hidden.last_hidden_state[0, predicting]
 
     def scored(hidden: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         return normalised(logit_map(output(hidden)), ids)
 
     parts = [
-        checkpoint(scored, hidden_TD[part], ids_Tk[part], use_reentrant=False, preserve_rng_state=False)
+        checkpoint(scored, states[part], ids_Tk[part], use_reentrant=False, preserve_rng_state=False)
         for part in chunks(len(ids_Tk), output.weight)
     ]
     return torch.cat(parts)
