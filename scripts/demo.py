@@ -11,6 +11,7 @@ With the --runs of a demo that was stopped it goes on where that one ended.
 from __future__ import annotations
 
 import argparse
+import os
 import time
 from pathlib import Path
 from statistics import mean
@@ -38,6 +39,9 @@ def main() -> None:
         parser.error("--steps must be at least 1 and --problems at least 2")
     began = time.time()
     again = f"--runs {args.runs} --steps {args.steps} --problems {args.problems}"
+    if "OMP_NUM_THREADS" not in os.environ and os.getloadavg()[0] > 1:
+        print("others use this machine's cores, and threads that wait for one another are slow then: if this takes")
+        print("more than ten minutes, stop it, and go on with OMP_NUM_THREADS=1 set")
     print(f'if this is stopped, make demo DEMO="{again}" goes on with it')
     for arm, preset in ARMS.items():
         settings = {
@@ -51,7 +55,11 @@ def main() -> None:
         }
         arguments = ["train", *(f"--{name}={value}" for name, value in settings.items())]
         print("\n$ sparse-rl " + " ".join(arguments), flush=True)
-        sparse_rl(arguments)
+        try:
+            sparse_rl(arguments)
+        except SystemExit as end:
+            print(f'make demo DEMO="{again}" goes on with it')
+            raise end
     console = Console(width=max(Console().width, 110))
     console.print(live_table(args.runs, args.problems))
     if RECORDED.exists():

@@ -86,6 +86,8 @@ METRICS: dict[str, str] = {
     "and for ten steps after",
     "alarm/anomalies": "1 while more than 15 % of the completions of ten steps have a token of xi < 1e-4, and for ten "
     "steps after",
+    "alarm/rejection": "1 while more than half of the completions were rejected for three steps in a row, and for ten "
+    "steps after",
     "alarm/tail": "1 while a bin's tail of overlap is more than 0.06 under control.target, over 300 tokens or more and "
     "beyond chance, and for ten steps after",
     "alarm/length": "1 while completions are a quarter shorter than they were (means of ten steps), and for ten after",
@@ -131,6 +133,8 @@ REMEDIES = {  # what an alarm asks for
     "harder prompts; if none is, take easier ones, a warm start (sparse-rl sft) or a reward that tells near from far.",
     "alarm/anomalies": "raise kv.budget, or choose a gentler policy. Where they are rejected, rejected.jsonl shows the "
     "tokens.",
+    "alarm/rejection": "what is rejected was sampled for nothing: raise kv.budget, or lower correction.veto (1e-4 is "
+    "sparse_rl's, 1e-2 that of strict).",
     "alarm/tail": "raise kv.budget for such contexts: a schedule, or kv.budget auto, which goes up to control.largest. "
     "Where the dense cache itself has less, as with small models (sparse-rl calibrate tells), lower control.target.",
     "alarm/length": "if the reward does not ask for short answers, the cache is too sparse for long ones: raise "

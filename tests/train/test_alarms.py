@@ -12,7 +12,7 @@ import pytest
 from sparse_rl.objective.tail import BinTail
 from sparse_rl.train.alarms import Alarms
 
-NAMES = ("anomalies", "tail", "length", "kl")
+NAMES = ("anomalies", "rejection", "tail", "length", "kl")
 FINE = {"mismatch/catastrophic_rollout_frac": 0.1, "completions/mean_length": 1000.0, "rollout_corr/k3_kl": 0.01}
 
 
@@ -74,6 +74,14 @@ def test_anomalies_are_said_once_an_onset(caplog):
         "20% of the completions (above 15%) have a token that the dense model would all but never have written; raise"
     )
     assert flags(Alarms(), FINE | {"mismatch/catastrophic_rollout_frac": 1.0}, 2) == [set(), {"anomalies"}]
+
+
+def test_rejecting_more_than_half_for_three_steps_is_a_sign(caplog):
+    alarms, rates = Alarms(), [0.6, 0.7, 0.4, 0.6, 0.55, 0.51, 0.9, *[0.5] * 11]
+    found = flags(alarms, lambda step: FINE | {"correction/rejection_rate": rates[step - 1]}, len(rates))
+    assert [on == {"rejection"} for on in found] == [*[False] * 5, *[True] * 11, *[False] * 2]
+    assert "for 3 steps more than half of the completions were rejected (51% now); what is rejected" in caplog.text
+    assert len(caplog.records) == 1
 
 
 def test_a_few_anomalous_rollouts_of_one_step_are_no_sign():

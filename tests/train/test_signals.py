@@ -26,10 +26,13 @@ from guarded_run import (
     state_of,
     trainer_of,
 )
-from small_run import assert_same_run
+from small_run import assert_same_run, small_trainer
 
 from sparse_rl.metrics import read_log
+from sparse_rl.model.load import load
+from sparse_rl.tasks import Rewards, Rows
 from sparse_rl.train import Stopped, guards
+from sparse_rl.train.checkpoint import checkpoints
 from sparse_rl.train.guards import Guards
 
 
@@ -161,6 +164,40 @@ def test_handlers_are_given_back_and_those_of_others_are_left(tmp_path):
     thread.start()
     thread.join()
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL and not listening.unheard
+
+
+def test_a_signal_does_not_wait_for_a_reward_that_hangs(capfd):
+    """A short one ends first; a long one is left, where nothing is lost."""
+    guards = Guards()
+    with guards.grading():
+        guards.on_signal(signal.SIGTERM, None)
+    assert guards.stop == signal.SIGTERM and "a second signal ends the run" in capfd.readouterr().err
+    guards = Guards()
+    with guards.grading():
+        guards.grading_s -= 75
+        with pytest.raises(Stopped):
+            guards.on_signal(signal.SIGINT, None)
+    assert "SIGINT: stopping in the middle of grading, which has taken 75 s." in capfd.readouterr().err
+    assert guards.grading_s is None
+
+
+def test_a_run_whose_reward_hangs_stops_and_goes_on(tmp_path, monkeypatch):
+    monkeypatch.setattr("sparse_rl.train.guards.GRADING_S", 0.05)
+    steps = []
+
+    def hangs(completions, **_):
+        steps.append(1)
+        if len(steps) == 2:
+            time.sleep(0.1)
+            signal.raise_signal(signal.SIGTERM)
+            raise AssertionError("the signal was not heard")
+        return [float(len(text)) for text in completions]
+
+    loaded = load("embedded")
+    task = Rows([{"prompt": "a=b1;b=a2;a|"}] * 4, Rewards((hangs,)), loaded.tokenizer)
+    with pytest.raises(Stopped):
+        small_trainer(tmp_path / "run", task=task, loaded=loaded).train()
+    assert [path.name for path in checkpoints(tmp_path / "run")] == ["checkpoint-1"]
 
 
 PROGRAM = """

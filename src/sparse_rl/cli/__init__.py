@@ -22,6 +22,9 @@ COMMANDS = {
     "env": "versions, GPUs and what else a bug report needs",
 }
 
+RESUMED = "; what had finished is kept, and the same command with --resume goes on with it"
+KEPT = {"generate": "; what had finished was written", "calibrate": RESUMED, "eval": RESUMED}  # of an interrupted one
+
 USAGE = f"""usage: sparse-rl COMMAND ...
 
 Reinforcement learning of language models whose rollouts run on a sparse KV cache.
@@ -67,7 +70,7 @@ def main(arguments: list[str] | None = None) -> None:
             raise
         fail(f"out of memory ({first_line(error)}); ask for fewer engine.rows, samples, tokens or pages.")
     except KeyboardInterrupt:
-        fail("interrupted; what had finished was written.", code=130)
+        fail(f"interrupted{KEPT.get(arguments[0], '')}.", code=130)
 
 
 def fail(message: str, code: int = 2) -> None:

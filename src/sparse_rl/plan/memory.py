@@ -137,6 +137,8 @@ def _pool(size: ModelSize, run: Run, pages: int, stays: bool) -> Footprint:
         prompt = ", and its prompt" if run.kv.protect_prompt else ""
         up_to = "up to " if run.auto else ""
         held = f"{up_to}{run.kv.budget}{at} + {run.kv.interval} entries a row{prompt}"
+        if run.prompt > run.kv.trigger(run.prompt, run.length):
+            held += f", and all of its prompt's {run.prompt:,} until it is cut"
         held += "" if stays or not run.bounded else "; given back for learning"
     return Footprint(
         name="KV pool",
@@ -191,7 +193,7 @@ def _rollout(size: ModelSize, run: Run, device: Device) -> list[Footprint]:
         ),
     ]
     if isinstance(run.kv, EvictPolicy):
-        entries = rows * run.kv.trigger(run.prompt, run.length) * shape.num_layers * shape.num_kv_heads
+        entries = rows * min(run.kv.trigger(run.prompt, run.length), run.length) * shape.num_layers * shape.num_kv_heads
         lines.append(
             Footprint(
                 name="compression",

@@ -3,6 +3,7 @@
 
     reward      for three steps no completion was better or worse than the others of its prompt
     anomalies   more than 15 % of the completions of ten steps have a token that the dense model would not have written
+    rejection   for three steps more than half of the completions were rejected
     tail        in some bin of context lengths the tail of overlap is more than 0.06 under its target, beyond chance and
                 over 300 tokens or more, of as many steps as that takes
     length      completions have become a quarter shorter than they were, the first sign of a collapse
@@ -26,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 QUIET = 10  # steps without a sign after which it is over
 EQUAL = 3  # steps without an advantage before they are no chance
+WASTED, HALF = 3, 0.5  # steps that reject more than this share, before somebody should know
 TAIL_TOKENS, SURE = 300, 2.0  # of a bin before it is judged; standard errors from what may be
 SHORTER = 0.75  # of the longest mean length
 SETTLED, KL_WINDOW, RISE, SMALL_KL = 200, 50, 1.25, 1e-3  # a KL below the last is rounding
@@ -38,6 +40,7 @@ class Alarms:
         self.on: dict[str, int] = {}  # steps since its sign was last seen
         self.equal = 0  # steps since a completion had an advantage
         self.anomalous: list[float] = []
+        self.wasted = 0  # steps since half of the completions were accepted
         self.tails: dict[str, list[float]] = {}  # the evidence of a bin's tokens since it was judged
         self.far: dict[str, float] = {}  # bins that were judged bad, with their share of tokens far under the target
         self.lengths: list[float] = []
@@ -50,6 +53,7 @@ class Alarms:
         """Warn of what begins with a sparse cache; returns the `alarm/*` metrics. None: the step measured no tails."""
         signs = {
             "anomalies": self._anomalies(metrics),
+            "rejection": self._rejection(metrics),
             "length": self._length(metrics),
             "kl": self._kl(step, metrics),
         }
@@ -88,6 +92,14 @@ class Alarms:
             f"{rate:.0%} of the completions (above {MANY_ANOMALOUS:.0%}) have a token that the dense model would all "
             "but never have written"
         )
+
+    def _rejection(self, metrics: dict[str, float]) -> str:
+        """By the preset's own veto, which may be stricter than what `anomalies` counts."""
+        rate = metrics.get("correction/rejection_rate", 0.0)
+        self.wasted = self.wasted + 1 if rate > HALF else 0
+        if self.wasted < WASTED:
+            return ""
+        return f"for {WASTED} steps more than half of the completions were rejected ({rate:.0%} now)"
 
     def _tail(self, measured: list[BinTail], target: float, quantile: float) -> str:
         for tail in measured:

@@ -48,6 +48,7 @@ STREAK = 5  # updates in a row that are not finite end the run
 POOL = "pool"  # halved once, it is given back before every update
 MAX_BAD_BATCHES = 3  # kept in the run folder
 FORWARDED_S = 1.0  # a launcher forwards a signal that the run has got already
+GRADING_S = 10.0  # after which a signal does not wait for the reward functions: one of them may hang
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +78,7 @@ class Guards(Memory):
         self.unheard: dict[signal.Signals, Any] = {}  # handlers to give back
         self.stop: signal.Signals | None = None
         self.stop_s = 0.0  # when it came
+        self.grading_s: float | None = None  # since when rollouts are graded
         self.streak = 0  # updates in a row that were not finite
         self.give_pool: Callable[[], bool] = lambda: False  # free the rollouts' KV pool; whether there was one
 
@@ -95,12 +97,30 @@ class Guards(Memory):
         """The first asks to stop, a second ends the process."""
         if self.stop is None:
             self.stop, self.stop_s = signal.Signals(number), time.monotonic()
-            said = f"sparse-rl: {self.stop.name}: stopping; a second signal ends the run at once.\n"
+            graded_s = 0.0 if self.grading_s is None or not alone() else self.stop_s - self.grading_s
+            what = "stopping; a second signal ends the run at once"
+            if graded_s > GRADING_S:
+                what = f"stopping in the middle of grading, which has taken {graded_s:.0f} s"
             with suppress(OSError):  # nobody may be listening
-                os.write(2, said.encode() if self.first else b"")
+                os.write(2, f"sparse-rl: {self.stop.name}: {what}.\n".encode() if self.first else b"")
+            if graded_s > GRADING_S:
+                raise Stopped(self.stop)
         elif time.monotonic() - self.stop_s > FORWARDED_S:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
+
+    @contextmanager
+    def grading(self) -> Iterator[None]:
+        """While functions of the user's run, which may hang: nothing is lost where a signal ends them."""
+        self.grading_s = time.monotonic()
+        try:
+            yield
+        except ValueError:
+            if alone():
+                self.check()  # a function that a signal broke off is not to blame
+            raise
+        finally:
+            self.grading_s = None
 
     def check(self) -> None:
         """Stop here if the run was asked to; one of several processes in `together` alone, where the others hear it."""
@@ -210,7 +230,8 @@ class Guards(Memory):
         if isinstance(error, Stopped):
             found = checkpoint.checkpoints(run)
             where = f"after {found[-1]}" if found else "before the first step was learnt"
-            logger.warning("stopped by %s %s; --trainer.resume_from_checkpoint true goes on.", error.by.name, where)
+            then = "goes on" if found else "starts over"
+            logger.warning("stopped by %s %s; --trainer.resume_from_checkpoint true %s.", error.by.name, where, then)
 
 
 def _saved(bad: BadUpdate, rewards: torch.Tensor | None) -> dict[str, Any]:

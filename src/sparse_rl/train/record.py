@@ -100,7 +100,8 @@ def told_if_slow(rewards: tuple[str, ...], warned: set[str]) -> Iterator[None]:
     def tell() -> None:
         warned.add("slow")
         logger.warning(
-            "grading (%s) has taken %g s so far; a reward function of your own has no time limit, and may hang.",
+            "grading (%s) has taken %g s so far; a reward function of your own has no time limit, and may hang. Ctrl-C "
+            "stops the run there.",
             ", ".join(rewards),
             SLOW_S,
         )

@@ -345,7 +345,7 @@ class Trainer:
 
     def _grade(self, rollouts: list[Rollout], n: int) -> Graded:
         self._begin("grading")
-        with told_if_slow(self.task.rewards.names, self.run.warned):
+        with told_if_slow(self.task.rewards.names, self.run.warned), self.guards.grading():
             return grade(self.task.rewards, rollouts, n, self.loaded.tokenizer, self.processes)
 
     def _groups(self, rollouts: list[Rollout]) -> list[int]:
