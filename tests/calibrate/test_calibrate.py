@@ -18,6 +18,8 @@ from sparse_rl.evaluate.plan import parse_cache
 from sparse_rl.kv import RKV
 from sparse_rl.kv.schedule import load as load_schedule
 from sparse_rl.model.load import load
+from sparse_rl.objective.correction import PRESETS
+from sparse_rl.objective.mismatch import CATASTROPHIC
 from sparse_rl.report import calibration_page, calibration_plots
 from sparse_rl.rollout import EngineConfig, Sampling
 from sparse_rl.tasks import Chain
@@ -112,7 +114,7 @@ def test_who_wants_to_be_sure_asks_it_of_the_intervals_lower_end(small, tmp_path
     head, rows = calibration_page.schedule_table(results)
     assert head[3] == "alone (p05)" and rows[0][-1] == _three(tail_row(results["floor"], sure)[0])
     place = results["budgets"].index(int(rows[-1][1]))
-    assert place == 0 or rows[-1][5] == _three(tail_row(results["runs"][place - 1], sure)[-1])
+    assert place == 0 or rows[-1][4] == _three(tail_row(results["runs"][place - 1], sure)[-1])
     plain = results | {"settings": results["settings"] | {"sure": False}}
     assert calibration_plots.asked(plain) == "p05 of top20 overlap"
     assert calibration_plots.tails(results["runs"][0], plain) == [group["p05"] for group in found]
@@ -175,6 +177,19 @@ def test_a_schedule_that_would_train_badly_says_so():
     assert doubts(beyond, sure) == [], "no larger target where the dense cache does not meet this one"
 
 
+def test_rejections_are_of_whole_rollouts_and_say_which_veto_they_count():
+    results = {"schedule": {"starts": [0, 60, 120], "budgets": [32, 48, 48]}}
+    results["runs"] = [measured(0.9, share, budget=budget) for budget, share in ((32, 0.583), (40, 0.354), (48, 0.125))]
+    assert calibration_page.rejections(results) == (
+        "rollouts that a veto at xi < 1e-4 would reject: with a constant budget, 58.3 % at 32, 12.5 % at 48"
+    )
+    as_run = results | {"verified": measured(0.9, 0.1875, rollouts=48)}
+    assert "reject: 18.8 % of 48 with the schedule as run; with a constant budget, 58.3 %" in (
+        calibration_page.rejections(as_run)
+    )
+    assert PRESETS["sparse_rl"].veto == CATASTROPHIC == 1e-4, "the preset that the closing command names"
+
+
 def test_settings_that_cannot_be():
     for settings, said in (
         ({"sure": True, "bootstrap": 0}, "sure needs the intervals"),
@@ -226,6 +241,7 @@ def test_the_command(tmp_path, monkeypatch):
     assert code == 0, err
     assert "schedule.json" in out and "00012: done in" in err
     assert f"--kv.policy rkv --kv.window 4 --kv.interval 4 --kv.budget {tmp_path / 'c' / 'schedule.json'}" in out
+    assert "schedule.json --correction.preset sparse_rl" in out and "(sparse_rl rejects at xi < 1e-4" in out
     results = json.loads((tmp_path / "c" / "results.json").read_text())
     assert results["model"] == "embedded"
     low, high = results["verified"]["bins"][0]["top20"]["all"]["p05_interval"]
