@@ -7,6 +7,7 @@ import json
 import math
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from commands import run
@@ -21,6 +22,7 @@ from sparse_rl.model.load import load
 from sparse_rl.objective.correction import PRESETS
 from sparse_rl.objective.mismatch import CATASTROPHIC
 from sparse_rl.report import calibration_page, calibration_plots
+from sparse_rl.report.plots import plot_style
 from sparse_rl.rollout import EngineConfig, Sampling
 from sparse_rl.tasks import Chain
 
@@ -130,8 +132,27 @@ def test_the_curves_are_of_what_decided(small, tmp_path):
         panel(axes, results)
         assert axes.get_title().startswith("lower end of p05")
     drawn = {line.get_label(): list(line.get_ydata()) for line in axes.get_lines()}
-    run = next(run for run in results["runs"] if str(run["budget"]) in drawn)
-    assert drawn[str(run["budget"])] == tail_row(run, sure)
+    run = next(run for run in results["runs"] if f"budget {run['budget']}" in drawn)
+    assert drawn[f"budget {run['budget']}"] == tail_row(run, sure)
+
+
+@pytest.mark.parametrize("name", ["calibrate_embedded", "calibrate_smollm2/snapkv", "calibrate_smollm2/pages_mean"])
+def test_every_panel_names_its_axes_and_its_legend_covers_no_line(name):
+    results = json.loads((Path(__file__).parents[2] / "benchmarks" / "results" / f"{name}.json").read_text())
+    with plot_style():
+        figure = calibration_plots._figure(results)
+        figure.draw_without_rendering()
+    for axes in figure.axes:
+        assert axes.get_xlabel() and axes.get_ylabel()
+        legend = axes.get_legend()
+        assert not legend.get_window_extent().overlaps(axes.get_window_extent())
+        low, high = legend.get_window_extent().intervalx
+        assert low >= 0 and high <= figure.bbox.x1, "and it is on the picture"
+    shown = [[text.get_text() for text in axes.get_legend().get_texts()] for axes in figure.axes]
+    assert "95 % interval" in shown[2], "what the bands are"
+    if name == "calibrate_embedded":  # of which three targets have one schedule
+        assert shown[4] == ["target 0.75", "target 0.80, 0.86, 0.92", "this schedule", "dense"]
+        assert shown[3][:2] == shown[4][:2]
 
 
 def _three(value):
