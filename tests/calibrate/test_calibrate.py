@@ -112,7 +112,7 @@ def test_who_wants_to_be_sure_asks_it_of_the_intervals_lower_end(small, tmp_path
     head, rows = calibration_page.schedule_table(results)
     assert head[3] == "alone (p05)" and rows[0][-1] == _three(tail_row(results["floor"], sure)[0])
     place = results["budgets"].index(int(rows[-1][1]))
-    assert place == 0 or rows[-1][5] == _three(tail_row(results["runs"][place - 1], sure)[-1])
+    assert place == 0 or rows[-1][4] == _three(tail_row(results["runs"][place - 1], sure)[-1])
     plain = results | {"settings": results["settings"] | {"sure": False}}
     assert calibration_plots.asked(plain) == "p05 of top20 overlap"
     assert calibration_plots.tails(results["runs"][0], plain) == [group["p05"] for group in found]
@@ -128,8 +128,8 @@ def test_the_curves_are_of_what_decided(small, tmp_path):
         panel(axes, results)
         assert axes.get_title().startswith("lower end of p05")
     drawn = {line.get_label(): list(line.get_ydata()) for line in axes.get_lines()}
-    run = next(run for run in results["runs"] if str(run["budget"]) in drawn)
-    assert drawn[str(run["budget"])] == tail_row(run, sure)
+    run = next(run for run in results["runs"] if f"budget {run['budget']}" in drawn)
+    assert drawn[f"budget {run['budget']}"] == tail_row(run, sure)
 
 
 def _three(value):
@@ -226,6 +226,7 @@ def test_the_command(tmp_path, monkeypatch):
     assert code == 0, err
     assert "schedule.json" in out and "00012: done in" in err
     assert f"--kv.policy rkv --kv.window 4 --kv.interval 4 --kv.budget {tmp_path / 'c' / 'schedule.json'}" in out
+    assert "schedule.json --correction.preset sparse_rl" in out and "(sparse_rl rejects at xi < 1e-4" in out
     results = json.loads((tmp_path / "c" / "results.json").read_text())
     assert results["model"] == "embedded"
     low, high = results["verified"]["bins"][0]["top20"]["all"]["p05_interval"]

@@ -178,7 +178,8 @@ def test_training_is_told_what_to_warn_of_where_that_is_less_than_usual(settings
     given = Namespace(kv="snapkv:interval=16", output="cal")
     flags, *note = _to_train(given, config, {"targets": targets, "floor": floor})
     start = "to train on it: sparse-rl train --kv.policy snapkv --kv.interval 16 --kv.budget cal/schedule.json"
-    assert flags == f"{start}{' ' * bool(said)}{said} ..." and len(note) == bool(said)
+    start += " --correction.preset sparse_rl"
+    assert flags == f"{start}{' ' * bool(said)}{said} ..." and len(note) == 1 + bool(said)
 
 
 def test_the_target_is_sparrows_on_the_scale_that_is_asked_for():

@@ -15,7 +15,7 @@ import pytest
 from sparse_rl.metrics import METRICS
 from sparse_rl.report.page import write_report
 from sparse_rl.report.plots import PLOTS, _figure, points
-from sparse_rl.report.runs import load_runs
+from sparse_rl.report.runs import load_runs, summary
 
 HOSTILE = "</td><script>alert('1')</script>&\"<b x=\ud800\x00"
 EVAL_STEPS = 10
@@ -227,10 +227,40 @@ def test_axes_do_not_magnify_noise(tmp_path):
     falling = [training(s) | {"tail/overlap_lowest": 1.0 - s / 10} for s in range(1, 4)]
     fallen = load_runs([write_run(tmp_path / "fallen", falling)])
     plots = {plot.name: plot for plot in PLOTS}
-    assert _figure(plots["length"], steady).axes[0].get_ylim() == pytest.approx((0.0, 1.05 * 179.03))
+    assert _figure(plots["length"], steady).axes[0].get_ylim()[1] == pytest.approx(1.05 * 179.03)
     assert _figure(plots["tail"], steady).axes[0].get_ylim() == pytest.approx((0.955, 1.005))
     low, high = _figure(plots["tail"], fallen).axes[0].get_ylim()
     assert 0.6 < low < 0.7 and 0.9 < high <= 1.005, "what is no noise is drawn as before"
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "some"),
+    [(0.3, 1.2, {"0.3", "0.5", "1"}), (0.02, 1.4, {"0.02", "0.1", "0.5", "1"}), (0.002, 0.005, {"0.002", "0.005"})],
+)
+def test_a_log_axis_of_few_decades_has_plain_numbers(tmp_path, low, high, some):
+    lines = [training(1) | {f"mismatch/xi_{stat}": xi for stat, xi in (("p01", low), ("p05", low), ("p50", high))}]
+    lines[0]["mismatch/xi_p99"] = high
+    figure = _figure(next(plot for plot in PLOTS if plot.name == "xi"), load_runs([write_run(tmp_path / "run", lines)]))
+    figure.draw_without_rendering()
+    axis = figure.axes[0].yaxis
+    assert some <= {tick.get_text() for tick in axis.get_ticklabels()}
+    assert not any(tick.get_text() for tick in axis.get_ticklabels(minor=True))
+
+
+def test_a_line_at_zero_stands_off_the_axis(tmp_path):
+    """A twentieth of the axis at most, and room even where all is 0."""
+    runs = load_runs([write_run(tmp_path / "run", [training(step, sparse=False) for step in range(1, 4)])])
+    for plot in PLOTS:
+        if plot.scale in ("zero", "share"):
+            low, high = _figure(plot, runs).axes[0].get_ylim()
+            assert -high / 20 < low < 0 < high
+
+
+def test_a_few_slow_steps_do_not_sway_the_speed(tmp_path):
+    lines = [training(step) | {"rollout/tokens_per_s": 10.0 if step < 3 else 5000.0} for step in range(1, 8)]
+    folder = write_run(tmp_path / "run", lines)
+    assert summary(load_runs([folder])[0])["tokens/s"] == "5,000"
+    assert "tokens/s is their median" in report(folder)
 
 
 def test_same_input_same_page(tmp_path):

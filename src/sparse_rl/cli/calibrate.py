@@ -147,7 +147,9 @@ def _config(settings: Namespace) -> CalibrationConfig:
 
 
 def _to_train(settings: Namespace, config: CalibrationConfig, results: dict[str, Any]) -> list[str]:
-    """The flags of `train`; where the schedule holds less than training would warn of, also what it is to warn of."""
+    """The flags of `train`, with the veto that was counted; where the schedule holds less than training would warn of,
+    also what it is to warn of.
+    """
     from sparse_rl import specs
     from sparse_rl.calibrate.analysis import tail_row
     from sparse_rl.calibrate.config import SPARROW
@@ -155,7 +157,9 @@ def _to_train(settings: Namespace, config: CalibrationConfig, results: dict[str,
     name, given = specs.parse(settings.kv, "budget")
     flags = [f"--kv.{key} {value}" for key, value in given.items()]
     flags.append(f"--kv.budget {shlex.quote(str(Path(settings.output) / 'schedule.json'))}")
-    asked, notes = min(*results["targets"], *tail_row(results["floor"], config)), []
+    flags.append("--correction.preset sparse_rl")
+    asked = min(*results["targets"], *tail_row(results["floor"], config))
+    notes = ["  (sparse_rl rejects at xi < 1e-4, as counted above; strict, the default recipe's preset, rejects more)"]
     if asked < SPARROW and (config.overlap, config.tokens) == ("top20", "all") and config.tail != "mean":
         flags.append(f"--control.target {max(math.floor(1000 * asked), 1) / 1000:g}")
         flags += ["--control.quantile 0.01"] if config.tail == "p01" else []

@@ -20,8 +20,10 @@ ABOUT = """How near a sampler with a sparse KV cache is to its dense model, by b
 sum_v min(p_dense, p_sparse) of the next-token distributions: 1 is as dense. top20 sums over tokens that are among the
 best 20 of both sides, as Sparrow does; lower sums over the sampler's best ids and is exact up to 4096 of them. A
 decision token is one whose dense entropy is above the threshold. Intervals are 95 %, from resampled rollouts. Where the
-schedule had to be sure, the lower end of the interval is what is shown, with the statistic itself beside it. Hazard is
-rejections a token, were a rollout rejected at its first token with xi < 1e-4; of L tokens, 1 - exp(-hazard L) are."""
+schedule had to be sure, the lower end of the interval is what is shown, with the statistic itself beside it. Rejected
+are whole rollouts with any token of xi < 1e-4, as --correction.preset sparse_rl rejects them; strict rejects at 1e-2,
+and so more. Hazard is rejections a token, were a rollout rejected at its first token with xi < 1e-4; of L tokens,
+1 - exp(-hazard L) are."""
 NONE = "–"
 
 
@@ -37,6 +39,7 @@ def page(results: Results) -> str:
         *notes,
         "<h2>The schedule</h2>",
         table(*schedule_table(results), "summary"),
+        f"<p><small>{markup(rejections(results))}</small></p>",
         f"<h2>Curves</h2>\n{picture(partial(draw_svg, results))}",
         f"<h2>{markup(asked(results))}</h2>",
         table(*tail_table(results), "summary"),
@@ -57,29 +60,33 @@ def summary_lines(results: Results) -> list[str]:
     widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
     for row in [head, *rows]:
         lines.append("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
-    return lines
+    return [*lines, rejections(results)]
+
+
+def rejections(results: Results) -> str:
+    """How many rollouts would be rejected: under the schedule as run, and under each of its budgets if constant."""
+    alone = {run["budget"]: _percent(run["rejected_frac"]) for run in results["runs"]}
+    constant = [f"{alone[budget]} at {budget}" for budget in dict.fromkeys(results["schedule"]["budgets"])]
+    run = results.get("verified")
+    as_run = f"{_percent(run['rejected_frac'])} of {run['rollouts']} with the schedule as run; " if run else ""
+    return f"rollouts that a veto at xi < 1e-4 would reject: {as_run}with a constant budget, {', '.join(constant)}"
 
 
 def schedule_table(results: Results) -> tuple[list[str], list[list[str]]]:
-    """A row a bin: its budget measured by itself, the next cheaper one, the schedule as run; that ends the table."""
+    """A row a bin: its budget measured by itself, the next cheaper one, the schedule as run."""
     schedule, budgets = as_schedule(results["schedule"]), results["budgets"]
     cells = [tail_cells(run, results) for run in results["runs"]]
     floor, verified = tails(results["floor"], results), results.get("verified")
     as_run = tail_cells(verified, results) if verified else [NONE] * len(floor)
     beside = results["settings"]["tail"] if results["settings"]["sure"] else "95 %"
-    head = ["context", "budget", "target", f"alone ({beside})", "would be rejected", "next cheaper"]
-    head += [f"as run ({beside})", "dense"]
+    head = ["context", "budget", "target", f"alone ({beside})", "next cheaper", f"as run ({beside})", "dense"]
     rows = []
     for i, (start, end) in enumerate(results["bins"]):
         budget = schedule.at(start)
         place = budgets.index(budget)
         cheaper = tails(results["runs"][place - 1], results)[i] if place else math.nan
-        target, rejected = _shown(results["targets"][i]), _percent(results["runs"][place]["rejected_frac"])
-        alone = [cells[place][i], rejected, _shown(cheaper)]
-        rows.append([f"{start}-{end}", str(budget), target, *alone, as_run[i], _shown(floor[i])])
-    if verified:
-        rejected = f"{_percent(verified['rejected_frac'])} of {verified['rollouts']}"
-        rows.append(["as run", *[""] * 3, rejected, *[""] * 3])
+        measured = [_shown(results["targets"][i]), cells[place][i], _shown(cheaper), as_run[i], _shown(floor[i])]
+        rows.append([f"{start}-{end}", str(budget), *measured])
     return head, rows
 
 
@@ -102,7 +109,7 @@ def tail_cells(run: Results, results: Results) -> list[str]:
 
 
 def budget_table(results: Results) -> tuple[list[str], list[list[str]]]:
-    head = ["budget", "rollouts", "mean length", "would be rejected", "hazard a token", "KV saved", "KV read"]
+    head = ["budget", "rollouts", "mean length", "rejected (xi < 1e-4)", "hazard a token", "KV saved", "KV read"]
     rows = []
     as_run = [("schedule", results["verified"])] if "verified" in results else []
     for name, run in [*_named(results), *as_run]:

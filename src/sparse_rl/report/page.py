@@ -116,8 +116,8 @@ def _summary(runs: list[Run]) -> Html:
     return Html(
         f"<h2>Summary</h2>\n{table(('run', *facts[0]), rows, 'summary')}\n"
         "<p><small>Held-out reward is that of the first and of the last evaluation, ± one standard error over prompts; "
-        "where the task's reward is 0 or 1, it is accuracy. Rejected, KV saved, length and tokens/s are means over all "
-        "steps.</small></p>"
+        "where the task's reward is 0 or 1, it is accuracy. Rejected, KV saved and length are means over all steps, "
+        "tokens/s is their median.</small></p>"
     )
 
 

@@ -153,7 +153,7 @@ def as_png(figure: Figure, dpi: int = 200) -> bytes:
 
 def _figure(plot: Plot, runs: list[Run]) -> Figure:
     from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
+    from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
     figure = Figure(layout="constrained")
     axes = figure.add_subplot(title=plot.title, xlabel="step")
@@ -179,10 +179,15 @@ def _figure(plot: Plot, runs: list[Run]) -> Figure:
             axes.ticklabel_format(axis="y", useOffset=False)
         else:
             axes.set_yscale("log")
+            if high < 100 * low:  # too few decades for ticks of their own
+                axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5, 7) if high < 10 * low else (1, 2, 5)))
+                axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+                axes.yaxis.set_minor_formatter(NullFormatter())
     if plot.scale == "share":
         axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:g} %")
     if plot.scale in ("zero", "share"):
-        axes.set_ylim(0, 1.05 * max(axes.dataLim.y1, 0.0) or 0.05)
+        top = 1.05 * max(axes.dataLim.y1, 0.0) or 0.05
+        axes.set_ylim(-0.03 * top, top)  # a line at 0 is seen beside the axis
     if plot.scale == "overlap":  # at most 1, and no noise as large as the plot
         low, high = axes.get_ylim()
         high = min(max(high, (low + high + SPAN) / 2), 1.005)

@@ -10,6 +10,7 @@ import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from sparse_rl.metrics import MANY_ANOMALOUS, REMEDIES, read_log
@@ -55,6 +56,11 @@ class Run:
         values = [value for _, value in self.series(metric)][-last:]
         return sum(values) / len(values) if values else None
 
+    def median(self, metric: str) -> float | None:
+        """Median over all of the metric's values; None where it has none."""
+        values = [value for _, value in self.series(metric)]
+        return median(values) if values else None
+
 
 def load_runs(folders: list[Path]) -> list[Run]:
     """The runs in the order given, under names that tell them apart; a folder given twice is read once."""
@@ -87,7 +93,7 @@ def summary(run: Run) -> dict[str, str]:
         "rejected": _number(run.mean("correction/rejection_rate"), ".1%"),
         "KV saved": _number(run.mean("kv/saved_frac"), ".1%"),
         "length": _number(run.mean("completions/mean_length"), ",.1f"),
-        "tokens/s": _number(run.mean("rollout/tokens_per_s"), ",.0f"),
+        "tokens/s": _number(run.median("rollout/tokens_per_s"), ",.0f"),
     }
 
 
