@@ -35,7 +35,7 @@ OF_TRL = ("trainer_state", "log_extra", "log_metric")  # what TRL's trainer give
 class RowsConfig:
     """Your own prompts and rewards.
 
-    train_file: JSONL, JSON or parquet file, folder of save_to_disk, or hub:NAME, hub:NAME:SPLIT, hub:NAME:CONFIG:SPLIT
+    train_file: JSONL, JSON, CSV, TSV or parquet file, folder of save_to_disk, or hub:NAME[[:CONFIG]:SPLIT]
     eval_file: the same, for evaluation; without it, nothing is evaluated
     rewards: names with their settings ("math", "overlong:limit=512,buffer=64"), "module:function" or "file.py:function"
     reward_weights: one a function; 1 each, if none are given
