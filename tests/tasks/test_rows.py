@@ -46,7 +46,7 @@ BAD_FILES = {
     "prompt is null": (b'{"prompt": null}\n', 'line 1 of .* has no "prompt"'),
     "prompt is a number": (b'\n{"prompt": 3}\n', 'line 2 of .* has no "prompt"'),
     "prompt is a table": (b'{"prompt": {"role": "user"}}\n', 'line 1 of .* has no "prompt"'),
-    "not an object": (b'{"prompt": "a"}\n"prompt"\n', "line 2 of .* is a str; a row is an object"),
+    "not an object": (b'{"prompt": "a"}\n"prompt"\n', "line 2 of .* is 'prompt'; a row is an object"),
     "not JSON": (b'{"prompt": "a"}\n\n{"prompt": "b"\n', "line 3 of .* is not JSON"),
     "single quotes": (b"{'prompt': 'a'}\n", "line 1 of .* is not JSON"),
     "nested": (b'{"prompt": "a"}\n' + b"[" * 100_000, "line 2 of .* is not JSON"),

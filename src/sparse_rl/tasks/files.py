@@ -16,6 +16,7 @@ import hashlib
 import importlib
 import io
 import json
+import reprlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,7 +105,7 @@ def _parse_list(text: str, name: str) -> Any:
 def _object(value: Any) -> dict[str, Any] | ValueError:
     if isinstance(value, dict | ValueError):
         return value
-    return ValueError(f"is a {type(value).__name__}; a row is an object with keys and values")
+    return ValueError(f"is {reprlib.repr(value)}; a row is an object with keys and values")
 
 
 def _numbered(values: Iterable[Any], name: str) -> list[Row]:
@@ -138,9 +139,10 @@ def _from_csv(text: str, name: str, separator: str) -> list[Row]:
         if values and not header:
             header = _header(values, where)
         elif values and len(values) != len(header):
+            count = f"{len(values)} value{'s' if len(values) > 1 else ''}"
             raise ValueError(
-                f"{where} has {len(values)} {'value' if len(values) == 1 else 'values'}, and the header {len(header)}; mend it, or "
-                "put quotes around a value with a separator in it."
+                f"{where} has {count}, and the header {len(header)}; mend it, or put quotes around a value with a "
+                "separator in it."
             )
         elif values:
             rows.append(Row(where, dict(zip(header, values, strict=True))))

@@ -35,7 +35,7 @@ OF_TRL = ("trainer_state", "log_extra", "log_metric")  # what TRL's trainer give
 class RowsConfig:
     """Your own prompts and rewards.
 
-    train_file: JSONL, JSON, CSV, TSV or parquet file, folder of save_to_disk, or hub:NAME[[:CONFIG]:SPLIT]
+    train_file: JSONL, JSON, CSV, TSV, parquet, folder of save_to_disk, hub:NAME, hub:NAME:SPLIT, hub:NAME:CONFIG:SPLIT
     eval_file: the same, for evaluation; without it, nothing is evaluated
     rewards: names with their settings ("math", "overlong:limit=512,buffer=64"), "module:function" or "file.py:function"
     reward_weights: one a function; 1 each, if none are given
@@ -121,7 +121,8 @@ class RowsConfig:
         for row in table.rows:
             prompt, columns = layout.split(row)
             written = {**columns, "prompt": style.write(prompt, row.where)}
-            prompts[row.where] = make_prompt(written, row.where, tokenizer, self.chat_template_kwargs)
+            own = prompt if isinstance(prompt, str) else None
+            prompts[row.where] = make_prompt(written, row.where, tokenizer, self.chat_template_kwargs, own)
         check_columns(prompts, rewards)
         longest = max(len(prompt.ids) for prompt in prompts.values())
         logger.info("%s: %d rows, layout %s, longest prompt %d tokens.", table.name, len(prompts), layout.name, longest)
