@@ -233,9 +233,20 @@ def test_a_column_that_a_reward_asks_for_is_there(build, tmp_path):
         "def needs(completions, gold, **_): return []\ndef may(completions, gold=None, **_): return []\n"
     )
     needs, may = (f"{tmp_path}/mine.py:{name}" for name in ("needs", "may"))
-    message = "reward 'needs' asks for the column 'gold', which no row has: the columns are answer, level"
-    with pytest.raises(ValueError, match=message):
-        build([{"prompt": "a", "answer": 1}, {"prompt": "a", "level": 1}], tiny_tokenizer(), rewards=(needs,))
+    rows = [{"prompt": "a", "answer": 1}, {"prompt": "a", "level": 1}]
+    for wrong, reward, message in (
+        (
+            rows,
+            needs,
+            "reward 'needs' asks for the column 'gold', which no row has: the columns are answer, level; rename",
+        ),
+        ([{"prompt": "a", "golds": 1}], needs, r"has \(did you mean 'golds'\?\): the columns are golds; rename one"),
+        ([{"prompt": "a"}], needs, "the columns are none but the prompt; add it to the rows"),
+        ([{"prompt": "a", "gold": 1}], "exact", "the columns are gold; say which of them it is with --task.answer_key"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            build(wrong, tiny_tokenizer(), rewards=(reward,))
+    build([{"prompt": "a", "gold": 1}], tiny_tokenizer(), rewards=("exact",), answer_key="gold")
     build([{"prompt": "a"}, {"prompt": "a", "gold": 1}], tiny_tokenizer(), rewards=(needs,))
     build([{"prompt": "a"}], tiny_tokenizer(), rewards=(may, "overlong:limit=3,buffer=1"))
 

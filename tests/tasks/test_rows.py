@@ -178,7 +178,10 @@ def test_a_file_may_hold_whatever_looks_its_own_module_up(tmp_path):
 WRONG_FUNCTIONS = {
     "missing module": ("no_such_module:f", "'no_such_module:f' cannot be imported: ModuleNotFoundError"),
     "missing function": ("math:no_such_function", "math has no function 'no_such_function'"),
-    "not a function": ("math:pi", "math has no function 'pi'"),
+    "not a function": (
+        "{folder}/fine.py:N",
+        r"fine.py has no function 'N' \(it is 3, which cannot be called\); it has f",
+    ),
     "no colon": ("hypot", "is not of the form .*, nor one of code"),
     "nearly a name": ("last_numbr", "did you mean 'last_number'"),
     "nearly a name with settings": ("overlog:limit=3,buffer=1", "did you mean 'overlong'"),
@@ -193,7 +196,7 @@ WRONG_FUNCTIONS = {
 
 @pytest.mark.parametrize("case", WRONG_FUNCTIONS)
 def test_a_wrong_function_is_named(case, tmp_path):
-    (tmp_path / "fine.py").write_text("def f(**_): return []\n")
+    (tmp_path / "fine.py").write_text("N = 3\ndef f(**_): return []\n")
     (tmp_path / "syntax.py").write_text("def f(:\n")
     (tmp_path / "raises.py").write_text("1 / 0\n")
     path, message = WRONG_FUNCTIONS[case]

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from sparse_rl.specs import suggestion
 from sparse_rl.tasks.base import ANY_NAME, GIVEN, Reward, Rewards, keywords_of
 from sparse_rl.tasks.files import Table, read_table
 from sparse_rl.tasks.layouts import LAYOUTS, Layout, choose_layout
@@ -171,9 +172,13 @@ def check_columns(prompts: dict[str, Prompt], rewards: Rewards) -> None:
                     f"function ({wanted}=None) that lets it work without."
                 )
             if wanted not in known:
+                of_answer = "say which of them it is with --task.answer_key"
+                of_other = "rename one of them, in the rows or in the function"
+                renamed = of_answer if wanted == "answer" else of_other
+                remedy = f"{renamed}, or add it to the rows" if known else "add it to the rows"
                 raise ValueError(
-                    f"reward {name!r} asks for the column {wanted!r}, which no row has: the columns are "
-                    f"{', '.join(known) or 'none but the prompt'}. Rename one, or give task.answer_key."
+                    f"reward {name!r} asks for the column {wanted!r}, which no row has{suggestion(wanted, known)}: the "
+                    f"columns are {', '.join(known) or 'none but the prompt'}; {remedy}."
                 )
     rewards.check_keywords(known)
     for where, prompt in prompts.items():
