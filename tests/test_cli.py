@@ -254,7 +254,7 @@ def test_unsupported_models(name, message, refused_models):
 
 BAD = {
     "no command": ([], "usage"),
-    "unknown command": (["genrate", "a"], "unknown command 'genrate'"),
+    "unknown command": (["genrate", "a"], "unknown command 'genrate' (did you mean 'generate'?); the"),
     "wrong model path": ([*TINY, "a", "--model", "./no/such/model"], "neither a folder nor a hub name"),
     "budget below protected": (
         [*TINY, "a", "--kv.policy", "rkv", "--kv.budget", "4"],
