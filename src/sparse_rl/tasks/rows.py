@@ -122,8 +122,8 @@ class RowsConfig:
         for row in table.rows:
             prompt, columns = layout.split(row)
             written = {**columns, "prompt": style.write(prompt, row.where)}
-            own = prompt if isinstance(prompt, str) else None
-            prompts[row.where] = make_prompt(written, row.where, tokenizer, self.chat_template_kwargs, own)
+            text = prompt if isinstance(prompt, str) else None
+            prompts[row.where] = make_prompt(written, row.where, tokenizer, self.chat_template_kwargs, text)
         check_columns(prompts, rewards)
         longest = max(len(prompt.ids) for prompt in prompts.values())
         logger.info("%s: %d rows, layout %s, longest prompt %d tokens.", table.name, len(prompts), layout.name, longest)
