@@ -66,7 +66,6 @@ def test_chat_messages_use_the_models_template(tmp_path):
     assert json.loads(out)["prompt"] == "user: hi\nassistant:"
     code, _, err = run(*arguments)
     assert code == 2 and "no chat template" in err
-    (tmp_path / "a.jsonl").write_text('{"prompt": [1]}\n')
     tokenizer.chat_template = "{{ raise_exception('only users here') }}"
     tokenizer.save_pretrained(tmp_path / "model")
     code, _, err = run(*arguments, "--model", str(tmp_path / "model"))
@@ -255,7 +254,7 @@ def test_unsupported_models(name, message, refused_models):
 
 BAD = {
     "no command": ([], "usage"),
-    "unknown command": (["genrate", "a"], "unknown command 'genrate'"),
+    "unknown command": (["genrate", "a"], "unknown command 'genrate' (did you mean 'generate'?); the"),
     "wrong model path": ([*TINY, "a", "--model", "./no/such/model"], "neither a folder nor a hub name"),
     "budget below protected": (
         [*TINY, "a", "--kv.policy", "rkv", "--kv.budget", "4"],
@@ -272,7 +271,7 @@ BAD = {
     "a word for a choice": ([*TINY, "a", "--kv.policy", "rkv", "--kv.order", "up"], "kv.order is 'up'; choose"),
     "a word for a flag": ([*TINY, "a", "--kv.protect_prompt", "maybe"], "kv.protect_prompt is 'maybe'"),
     "long prompt": ([*TINY, "a" * 9000], "the model's context is 8192"),
-    "empty prompt": ([*TINY, ""], "prompt 0 is empty"),
+    "empty prompt": ([*TINY, ""], "prompt 0: the prompt is empty"),
     "small pool": (
         [*TINY, "a", "--engine.pool_pages", "2", "--sampling.max_tokens", "999"],
         "set engine.pool_pages to at least 16",

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin, g
 
 from jsonargparse import ArgumentParser, Namespace
 
+from sparse_rl.specs import suggestion
+
 if TYPE_CHECKING:
     from sparse_rl.kv import KVPolicy
     from sparse_rl.objective.correction import Correction
@@ -71,7 +73,7 @@ def build_task(section: Namespace) -> TaskConfig:
     given = given_of(section)
     name = given.pop("name", None)
     if name not in TASKS:
-        raise ValueError(f"task.name is {name!r}; choose one of {', '.join(TASKS)}.")
+        raise ValueError(f"task.name is {name!r}{suggestion(str(name), TASKS)}; choose one of {', '.join(TASKS)}.")
     task: Any = TASKS[name]
     known = [field.name for field in fields(task)]
     for key in given:
@@ -100,7 +102,8 @@ def build_correction(section: Namespace) -> Correction:
     given = given_of(section)
     preset = given.pop("preset", None)
     if preset not in PRESETS:
-        raise ValueError(f"correction.preset is {preset!r}; choose one of {', '.join(PRESETS)}.")
+        hint = suggestion(str(preset), PRESETS)
+        raise ValueError(f"correction.preset is {preset!r}{hint}; choose one of {', '.join(PRESETS)}.")
     return replace(PRESETS[preset], **given)
 
 

@@ -148,7 +148,7 @@ def test_what_a_budget_may_not_be(tmp_path):
         ValueError, match=r"no published|nor a published schedule \(did you mean 'sparrow/qwen3-8b-0.86'"
     ):
         RKV(budget="sparrow/qwen-8b-0.86")
-    with pytest.raises(ValueError, match=r"kv.budget is 'gone.json', which is neither a whole number nor a file"):
+    with pytest.raises(ValueError, match=r"kv.budget is 'gone.json', but there is no such file; check the path"):
         RKV(budget="gone.json")
     with pytest.raises(ValueError, match=r"kv.budget is '(a{300})', which is neither a whole number nor a file"):
         RKV(budget="a" * 300)

@@ -190,7 +190,7 @@ def test_answers_and_ids_become_strings(tmp_path):
     ("row", "complaint"),
     [
         ('{"id": 1, "problem": ', "line {} is not JSON"),
-        ("[1, 2]", "line {} is a list; a row is an object"),
+        ("[1, 2]", "line {} is [1, 2]; a row is an object"),
         ('{"id": 1, "id": 2, "problem": "?", "answer": "2"}', "line {} is not JSON (the key 'id' stands there twice)"),
         ({"id": "x", "problem": "?"}, "line {} has no answer"),
         ({"answer": "2"}, "line {} has no id, problem"),

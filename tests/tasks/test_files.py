@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import random
 import sys
@@ -135,13 +136,42 @@ def test_a_missing_package_is_named_with_the_command(module, name, tmp_path, mon
         read_table(source)
 
 
+@pytest.mark.parametrize(("name", "dialect"), [("rows.csv", "excel"), ("rows.tsv", "excel-tab")])
+def test_tables_of_text_survive_the_round_trip(name, dialect, tmp_path):
+    """Separators, quotes and line breaks in values, a byte-order mark, blank lines, a value above csv's own limit."""
+    draw = random.Random(random.random())
+    marks = ["a", ",", "\t", '"', "\n", " ", "ü", "\u2028"]
+    rows = [{"prompt": "".join(draw.choices(marks, k=20)), "answer": str(draw.randrange(9))} for _ in range(9)]
+    rows.append({"prompt": "p" * 200_000, "answer": ""})
+    with (tmp_path / name).open("w", newline="", encoding="utf-8-sig") as file:
+        writer = csv.DictWriter(file, ["prompt", "answer"], dialect=dialect)
+        writer.writeheader()
+        file.write("\r\n")
+        writer.writerows(rows)
+    table = read_table(str(tmp_path / name))
+    assert [row.columns for row in table.rows] == rows
+    starts = [3 + i + sum(row["prompt"].count("\n") for row in rows[:i]) for i in range(10)]
+    assert [row.where for row in table.rows] == [f"line {start} of {tmp_path / name}" for start in starts]
+
+
 HOSTILE = {
     "a key twice": ("a.jsonl", b'{"prompt": "a", "prompt": "b"}', "line 1 of .*the key 'prompt' stands there twice"),
-    "a row of a list": ("a.json", b'[{"prompt": "a"}, ["b"]]', "row 2 of .* is a list; a row is an object"),
+    "a row of a list": ("a.json", b'[{"prompt": "a"}, ["b"]]', "row 2 of .* is \\['b'\\]; a row is an object"),
     "an empty list": ("a.json", b"[]", "has no rows"),
     "half a list": ("a.json", b'[{"prompt": "a"}', "a.json is not JSON"),
-    "one object": ("a.json", b"3", "line 1 of .* is a int"),
-    "commas": ("a.csv", b"question,answer\n2+2?,4\n", "a.csv is no JSONL, JSON or parquet; convert it"),
+    "one object": ("a.json", b"3", "line 1 of .* is 3; a row is an object"),
+    "a value too many": (
+        "a.csv",
+        b"prompt,answer\n2+2?,4\n3,3?,6\n",
+        "line 3 of .* has 3 values, and the header 2; mend",
+    ),
+    "a value too few": ("a.tsv", b"question\tanswer\n2+2?\n", "line 2 of .* has 1 value, and the header 2; mend"),
+    "an open quote": ("a.csv", b'question,answer\n\n"2+2?,4\n', "line 3 of .* cannot be read"),
+    "a column without a name": ("a.csv", b",question\n0,2+2?\n", "line 1 of .*, the header, has no name for column 1"),
+    "a column twice": ("a.csv", b"a,b,a\n1,2,3\n", "line 1 of .*, the header, has two columns 'a'"),
+    "a header alone": ("a.csv", b"question,answer\n", "a.csv has no rows; write a header line"),
+    "nothing": ("a.csv", b"", "a.csv has no rows; write a header line"),
+    "not UTF-8": ("a.csv", b"question\n2+2?\n\xff\n", "line 3 of .* is not text in UTF-8"),
     "not parquet": ("a.parquet", b"PAR1 or so", "a.parquet is not a parquet file"),
     "empty parquet": ("a.parquet", b"", "a.parquet is not a parquet file"),
 }

@@ -14,6 +14,7 @@ from sparse_rl.tasks.chain import chain_tokenizer
 from sparse_rl.tasks.templates import TEMPLATES
 
 USER = [{"role": "user", "content": "hi"}]
+SHARED = [{"from": "human", "value": "hi"}]
 
 
 @pytest.fixture
@@ -88,7 +89,18 @@ def test_keys_that_are_named_lead_into_tables(build, chatty):
 
 
 WRONG = {
-    "no prompt at all": ({"input": "a"}, {}, "line 1 of .* has the columns input, in which no layout has a prompt"),
+    "no prompt at all": ({"input": "a"}, {}, "line 1 of .* has the columns input, which fit no layout; name them"),
+    "misspelt prompt": ({"promt": "a", "answer": "1"}, {}, r"which fit no layout \(did you mean 'prompt'\?\); name"),
+    "misspelt answer": ({"question": "a", "anwser": "1"}, {}, r"which fit no layout \(did you mean 'answer'\?\); name"),
+    "ShareGPT": ({"conversations": SHARED}, {}, 'has "conversations" of "from" and "value"; write them as "messages"'),
+    "ShareGPT by its key": (
+        {"chat": SHARED},
+        {"prompt_key": "chat"},
+        'message 1 has no "role"; a message needs a "role"',
+    ),
+    "no role": ({"prompt": [*USER, {"content": "hi"}]}, {}, 'message 2 has no "role"; a message needs a "role" and a'),
+    "no content": ({"prompt": [{"role": "user"}]}, {}, 'message 1 has no "content"; a message needs a "role" and a'),
+    "a number in a chat": ({"prompt": [1]}, {}, 'message 1 has no "role"'),
     "no columns": ({}, {}, "has the columns none at all"),
     "null ground truth": (VERL_ROW | {"reward_model": {"ground_truth": None}}, {}, 'no "reward_model.ground_truth"'),
     "no ground truth": ({"prompt": USER}, {"layout": "verl"}, 'no "reward_model.ground_truth".*the layout is verl'),
@@ -101,7 +113,7 @@ WRONG = {
     "null prompt": ({"prompt": None, "answer": "1"}, {}, 'has no "prompt" that is a string or a list of messages'),
     "wrong key": ({"prompt": "a"}, {"prompt_key": "promt"}, 'has no "promt"'),
     "wrong answer key": ({"prompt": "a"}, {"answer_key": "gold"}, 'has no "gold"'),
-    "empty problem": ({"prompt": ""}, {}, "is empty"),
+    "empty problem": ({"prompt": ""}, {}, "line 1 of .*: the prompt is empty; mend"),
     "empty messages": ({"prompt": []}, {}, "is a chat without messages"),
     "completions": ({"prompt": "a", "completions": []}, {}, "has a column 'completions'"),
     "template and chat": ({"prompt": USER}, {"template": "boxed_chat"}, "a template takes a string"),
@@ -221,9 +233,20 @@ def test_a_column_that_a_reward_asks_for_is_there(build, tmp_path):
         "def needs(completions, gold, **_): return []\ndef may(completions, gold=None, **_): return []\n"
     )
     needs, may = (f"{tmp_path}/mine.py:{name}" for name in ("needs", "may"))
-    message = "reward 'needs' asks for the column 'gold', which no row has: the columns are answer, level"
-    with pytest.raises(ValueError, match=message):
-        build([{"prompt": "a", "answer": 1}, {"prompt": "a", "level": 1}], tiny_tokenizer(), rewards=(needs,))
+    rows = [{"prompt": "a", "answer": 1}, {"prompt": "a", "level": 1}]
+    for wrong, reward, message in (
+        (
+            rows,
+            needs,
+            "reward 'needs' asks for the column 'gold', which no row has: the columns are answer, level; rename",
+        ),
+        ([{"prompt": "a", "golds": 1}], needs, r"has \(did you mean 'golds'\?\): the columns are golds; rename one"),
+        ([{"prompt": "a"}], needs, "the columns are none but the prompt; add it to the rows"),
+        ([{"prompt": "a", "gold": 1}], "exact", "the columns are gold; say which of them it is with --task.answer_key"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            build(wrong, tiny_tokenizer(), rewards=(reward,))
+    build([{"prompt": "a", "gold": 1}], tiny_tokenizer(), rewards=("exact",), answer_key="gold")
     build([{"prompt": "a"}, {"prompt": "a", "gold": 1}], tiny_tokenizer(), rewards=(needs,))
     build([{"prompt": "a"}], tiny_tokenizer(), rewards=(may, "overlong:limit=3,buffer=1"))
 
@@ -247,3 +270,26 @@ def test_text_that_the_tokenizer_does_not_know_is_refused(build):
     with pytest.raises(ValueError, match=message):
         build([{"prompt": "a=b1;b=a2;a|"}, {"prompt": "aQ bQ"}], chain_tokenizer())
     build([{"prompt": "a_b"}], chain_tokenizer())  # its own symbol for what it does not know
+
+
+def test_what_a_template_adds_is_not_blamed_on_the_row(build):
+    row = {"question": "a=b1;b=a2;a|", "answer": "3"}
+    with pytest.raises(
+        ValueError, match=r"line 1 of .*: the template adds '\\n', unknown .* --task.template '{problem}'"
+    ):
+        build([row], chain_tokenizer())
+    assert build([row], chain_tokenizer(), template="{problem}").train[0].text == "a=b1;b=a2;a|"
+    with pytest.raises(ValueError, match=r"line 1 of .* has 'Q', unknown to the model's tokenizer"):
+        build([{"question": "Q", "answer": "3"}], chain_tokenizer())
+
+
+def test_a_chat_for_a_model_without_chats_names_the_remedy(build):
+    with pytest.raises(
+        ValueError, match="no chat template; give a model with one, such as smollm2, or prompts that are"
+    ):
+        build([{"prompt": USER}], tiny_tokenizer())
+
+
+def test_a_message_that_calls_a_tool_needs_no_content(build, chatty):
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+    assert build([{"prompt": [*USER, call, *USER]}], chatty).train[0].messages[1] == call

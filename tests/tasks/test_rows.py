@@ -46,7 +46,7 @@ BAD_FILES = {
     "prompt is null": (b'{"prompt": null}\n', 'line 1 of .* has no "prompt"'),
     "prompt is a number": (b'\n{"prompt": 3}\n', 'line 2 of .* has no "prompt"'),
     "prompt is a table": (b'{"prompt": {"role": "user"}}\n', 'line 1 of .* has no "prompt"'),
-    "not an object": (b'{"prompt": "a"}\n"prompt"\n', "line 2 of .* is a str; a row is an object"),
+    "not an object": (b'{"prompt": "a"}\n"prompt"\n', "line 2 of .* is 'prompt'; a row is an object"),
     "not JSON": (b'{"prompt": "a"}\n\n{"prompt": "b"\n', "line 3 of .* is not JSON"),
     "single quotes": (b"{'prompt': 'a'}\n", "line 1 of .* is not JSON"),
     "nested": (b'{"prompt": "a"}\n' + b"[" * 100_000, "line 2 of .* is not JSON"),
@@ -178,7 +178,10 @@ def test_a_file_may_hold_whatever_looks_its_own_module_up(tmp_path):
 WRONG_FUNCTIONS = {
     "missing module": ("no_such_module:f", "'no_such_module:f' cannot be imported: ModuleNotFoundError"),
     "missing function": ("math:no_such_function", "math has no function 'no_such_function'"),
-    "not a function": ("math:pi", "math has no function 'pi'"),
+    "not a function": (
+        "{folder}/fine.py:N",
+        r"fine.py has no function 'N' \(it is 3, which cannot be called\); it has f",
+    ),
     "no colon": ("hypot", "is not of the form .*, nor one of code"),
     "nearly a name": ("last_numbr", "did you mean 'last_number'"),
     "nearly a name with settings": ("overlog:limit=3,buffer=1", "did you mean 'overlong'"),
@@ -193,7 +196,7 @@ WRONG_FUNCTIONS = {
 
 @pytest.mark.parametrize("case", WRONG_FUNCTIONS)
 def test_a_wrong_function_is_named(case, tmp_path):
-    (tmp_path / "fine.py").write_text("def f(**_): return []\n")
+    (tmp_path / "fine.py").write_text("N = 3\ndef f(**_): return []\n")
     (tmp_path / "syntax.py").write_text("def f(:\n")
     (tmp_path / "raises.py").write_text("1 / 0\n")
     path, message = WRONG_FUNCTIONS[case]

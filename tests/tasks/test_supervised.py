@@ -85,7 +85,7 @@ GOOD = b'{"prompt": "a", "completion": "b"}\n'
         (b'{"prompt": "", "completion": "b"}', "is empty"),
         (b'{"completion": "b"}', 'has no "prompt"'),
         (b'{"prompt": 3, "completion": "b"}', 'has no "prompt"'),
-        (b'["a", "b"]', "is a list; a row is an object"),
+        (b'["a", "b"]', r"is \['a', 'b'\]; a row is an object"),
         (b'{"prompt": "a", "completion": "b"', "is not JSON"),
         (b'{"prompt": "a", "completion": "\\ud800"}', "the tokenizer cannot read the completion"),
         (b'{"prompt": "\\ud800", "completion": "b"}', "the tokenizer cannot read it"),

@@ -48,7 +48,10 @@ def main(arguments: list[str] | None = None) -> None:
         print(f"sparse-rl {__version__}")
         sys.exit(0)
     if arguments[0] not in COMMANDS:
-        fail(f"unknown command {arguments[0]!r}; the commands are {', '.join(COMMANDS)}.")
+        from sparse_rl.specs import suggestion
+
+        hint = suggestion(arguments[0], COMMANDS)
+        fail(f"unknown command {arguments[0]!r}{hint}; the commands are {', '.join(COMMANDS)}.")
     try:
         importlib.import_module(f"sparse_rl.cli.{arguments[0]}").run(arguments[1:])
         if sys.stdout is not None:

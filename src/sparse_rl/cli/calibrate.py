@@ -52,7 +52,7 @@ A calibration that was killed goes on with the same command and --resume: finish
 another --target, --relative, --tail, --tokens, --overlap or --bin, --resume finds another schedule from the same runs.
 
 Prompts are those of a task (--task.name and its settings, as in train), of --benchmarks, or of a file (--prompts;
-JSONL, JSON or parquet with a prompt or a problem in every row). Let them be like those of training, and as long.
+JSONL, JSON, CSV or parquet with a prompt or a problem in every row). Let them be like those of training, and as long.
 
   sparse-rl calibrate --num-prompts 48 --n 1 --max-tokens 195 --kv rkv:interval=8 --page 8 --lowest 16 --bin 60 \\
       --min-tokens 600 --sure --output cal

@@ -110,9 +110,12 @@ def load(budget: int | str) -> Schedule:
         except ValueError as error:
             raise ValueError(f"kv.budget is {budget!r}: {error}") from error
     if not isfile(budget):
+        if budget.endswith(".json"):
+            raise ValueError(f"kv.budget is {budget!r}, but there is no such file; check the path.")
         raise ValueError(
             f"kv.budget is {budget!r}, which is neither a whole number nor a file nor a published schedule"
-            f"{suggestion(budget, published())}; give 512, schedule.json, sparrow/qwen3-1.7b-0.86 or the like."
+            f"{suggestion(budget, ['auto', *published()])}; give 512, schedule.json, sparrow/qwen3-1.7b-0.86 or the "
+            "like; `sparse-rl train` also takes auto."
         )
     try:
         found = json.loads(Path(budget).read_text(encoding="utf-8"), object_pairs_hook=unique)

@@ -3,6 +3,7 @@
 
 rows.jsonl                    one JSON object a line
 rows.json                     a list of JSON objects (or one a line)
+rows.csv, rows.tsv            a header line, every value a text
 rows.parquet                  needs the extra `data`, as the following do
 folder                        what datasets' save_to_disk wrote
 hub:openai/gsm8k:main:train   a dataset of the hub: hub:NAME, hub:NAME:SPLIT or hub:NAME:CONFIG:SPLIT
@@ -10,9 +11,12 @@ hub:openai/gsm8k:main:train   a dataset of the hub: hub:NAME, hub:NAME:SPLIT or 
 
 from __future__ import annotations
 
+import csv
 import hashlib
 import importlib
+import io
 import json
+import reprlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +25,7 @@ from typing import Any
 from sparse_rl.specs import first_line, unique
 
 HUB = "hub:"
+SEPARATORS = {".csv": ",", ".tsv": "\t"}
 INSTALL = "pip install 'sparse-rl[data]'"
 
 
@@ -49,10 +54,10 @@ def read_table(source: str) -> Table:
     if path.is_dir():
         return _dataset_table(source, _from_folder(path))
     content = path.read_bytes()
-    if path.suffix in (".csv", ".tsv"):
-        raise ValueError(f"{source} is no JSONL, JSON or parquet; convert it.")
     if path.suffix == ".parquet":
         rows = _numbered(_from_parquet(content, source), source)
+    elif path.suffix in SEPARATORS:
+        rows = _from_csv(read_text(content, source), source, SEPARATORS[path.suffix])
     else:
         text = read_text(content, source)
         is_list = path.suffix == ".json" and text.lstrip().startswith("[")
@@ -100,7 +105,7 @@ def _parse_list(text: str, name: str) -> Any:
 def _object(value: Any) -> dict[str, Any] | ValueError:
     if isinstance(value, dict | ValueError):
         return value
-    return ValueError(f"is a {type(value).__name__}; a row is an object with keys and values")
+    return ValueError(f"is {reprlib.repr(value)}; a row is an object with keys and values")
 
 
 def _numbered(values: Iterable[Any], name: str) -> list[Row]:
@@ -115,6 +120,45 @@ def _row(value: dict[str, Any] | ValueError, where: str) -> Row:
     if isinstance(value, ValueError):
         raise ValueError(f"{where} {value}; mend or remove it.") from value
     return Row(where, value)
+
+
+def _from_csv(text: str, name: str, separator: str) -> list[Row]:
+    """Rows under a header, each with the number of the line it begins on; blank lines are none."""
+    csv.field_size_limit(max(csv.field_size_limit(), len(text)))  # a prompt may be long
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator, strict=True)
+    header: list[str] = []
+    rows: list[Row] = []
+    while True:
+        where = f"line {reader.line_num + 1} of {name}"
+        try:
+            values = next(reader, None)
+        except csv.Error as error:
+            raise ValueError(f"{where} cannot be read ({error}); mend it.") from error
+        if values is None:
+            break
+        if values and not header:
+            header = _header(values, where)
+        elif values and len(values) != len(header):
+            count = f"{len(values)} value{'s' if len(values) > 1 else ''}"
+            raise ValueError(
+                f"{where} has {count}, and the header {len(header)}; mend it, or put quotes around a value with a "
+                "separator in it."
+            )
+        elif values:
+            rows.append(Row(where, dict(zip(header, values, strict=True))))
+    if not rows:
+        raise ValueError(f"{name} has no rows; write a header line, then a line a row.")
+    return rows
+
+
+def _header(values: list[str], where: str) -> list[str]:
+    """The names of the columns."""
+    names = [value.strip() for value in values]
+    if "" in names:
+        raise ValueError(f"{where}, the header, has no name for column {names.index('') + 1}; name or remove it.")
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise ValueError(f"{where}, the header, has two columns {twice!r}; rename or remove one.")
+    return names
 
 
 def _from_parquet(content: bytes, name: str) -> list[dict[str, Any]]:

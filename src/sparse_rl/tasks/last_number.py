@@ -34,4 +34,5 @@ def _same(text: str, answer: Any) -> bool:
 
 
 def _number(answer: Any) -> Number | None:
-    return parse_number(without_thousands(str(answer).strip("$ ")))
+    """What stands behind the last ####, as in GSM8K's solutions, or all of it."""
+    return parse_number(without_thousands(str(answer).rpartition("####")[2].strip("$ \n")))

@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from sparse_rl.specs import suggestion
 from sparse_rl.tasks.files import Row
 
 MISSING = object()
@@ -67,6 +68,7 @@ LAYOUTS = {
         Layout("problem", ("problem", "question"), "answer", templated=True),
     )
 }
+KEYS = [*dict.fromkeys(key for layout in LAYOUTS.values() for key in layout.prompts), "label", "answer"]
 
 
 def choose_layout(name: str, prompt_key: str | None, answer_key: str | None, first: Row) -> Layout:
@@ -90,9 +92,16 @@ def _recognise(row: Row) -> Layout:
     for layout in LAYOUTS.values():
         if layout.fits(row.columns) and not (layout.name == "slime" and "answer" in row.columns):
             return layout
+    for name, value in row.columns.items():
+        if isinstance(value, list) and value and isinstance(value[0], dict) and {"from", "value"} <= value[0].keys():
+            raise ValueError(
+                f'{row.where} has "{name}" of "from" and "value"; write them as "messages" of "role" (system, user or '
+                'assistant) and "content".'
+            )
+    hints = (suggestion(name, KEYS) for name in row.columns if name not in KEYS)
     raise ValueError(
-        f"{row.where} has the columns {', '.join(row.columns) or 'none at all'}, in which no layout has a prompt; name "
-        "them with --task.prompt_key and --task.answer_key."
+        f"{row.where} has the columns {', '.join(row.columns) or 'none at all'}, which fit no layout"
+        f"{next(filter(None, hints), '')}; name them with --task.prompt_key and --task.answer_key."
     )
 
 

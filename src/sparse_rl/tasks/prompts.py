@@ -76,9 +76,16 @@ def as_turn(text: str, tokenizer: PreTrainedTokenizerBase) -> str | list[dict[st
 
 
 def make_prompt(
-    row: Any, where: str, tokenizer: PreTrainedTokenizerBase, chat_template_kwargs: dict[str, Any] | None = None
+    row: Any,
+    where: str,
+    tokenizer: PreTrainedTokenizerBase,
+    chat_template_kwargs: dict[str, Any] | None = None,
+    own: str | None = None,
 ) -> Prompt:
-    """A row with a "prompt", a string or a list of messages, as a prompt; `where` names it in errors."""
+    """A row with a "prompt", a string or a list of messages, as a prompt; `where` names it in errors.
+
+    own: what stands in the file, where a template of --task.template made the prompt of it
+    """
     prompt = row.get("prompt") if isinstance(row, dict) else None
     if not isinstance(prompt, str | list):
         raise ValueError(f'{where} has no "prompt" that is a string or a list of messages; mend or remove it.')
@@ -88,10 +95,16 @@ def make_prompt(
             raise ValueError(f"{where} has a column {name!r}, a name that reward functions know otherwise; rename it.")
     messages = prompt if isinstance(prompt, list) else []
     chat = isinstance(prompt, list)
-    if chat and tokenizer.chat_template is None:
-        raise ValueError(f"{where} is a list of messages, but the model has no chat template; give it as a string.")
     if prompt == []:
         raise ValueError(f"{where} is a chat without messages; mend or remove it.")
+    for number, message in enumerate(messages, start=1):
+        if (missing := _missing(message)) is not None:
+            raise ValueError(f'{where}: message {number} has no "{missing}"; a message needs a "role" and a "content".')
+    if chat and tokenizer.chat_template is None:
+        raise ValueError(
+            f"{where} is a list of messages, but the model has no chat template; give a model with one, such as "
+            "smollm2, or prompts that are strings."
+        )
     options = {"add_generation_prompt": True, **(chat_template_kwargs or {}), "tokenize": False}
     try:
         text = str(tokenizer.apply_chat_template(messages, **options) if chat else prompt)
@@ -100,13 +113,29 @@ def make_prompt(
         what = "the model's chat template refuses" if chat else "the tokenizer cannot read"
         raise ValueError(f"{where}: {what} it ({type(error).__name__}: {error}); mend it.") from error
     if not ids:
-        raise ValueError(f"{where} is empty; mend or remove it.")
-    check_known(text, ids, where, tokenizer)
+        raise ValueError(f"{where}: the prompt is empty; mend or remove it.")
+    check_known(text, ids, where, tokenizer, None if chat else own)
     return Prompt(ids=ids, text=text, messages=tuple(messages), columns=columns)
 
 
-def check_known(text: str, ids: tuple[int, ...] | list[int], where: str, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuse text that the tokenizer has no tokens for: the model would read something else."""
+def _missing(message: Any) -> str | None:
+    """What a chat's message lacks: a role, or a content; calls of tools may do without the latter."""
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        return "role"
+    return "content" if message.get("content") is None and not message.get("tool_calls") else None
+
+
+def check_known(
+    text: str,
+    ids: tuple[int, ...] | list[int],
+    where: str,
+    tokenizer: PreTrainedTokenizerBase,
+    own: str | None = None,
+) -> None:
+    """Refuse text that the tokenizer has no tokens for: the model would read something else.
+
+    own: what stands in the file, where a template added the rest
+    """
     unknown = tokenizer.unk_token_id
     if unknown is None or unknown not in ids or str(tokenizer.unk_token) in text:
         return
@@ -115,8 +144,14 @@ def check_known(text: str, ids: tuple[int, ...] | list[int], where: str, tokeniz
         return
     vocab = tokenizer.get_vocab()
     known = f", which knows only {''.join(sorted(vocab, key=vocab.__getitem__))!r}" if len(vocab) < 100 else ""
+    from_row = "".join(c for c in strange if own is None or c in own)
+    if not from_row:
+        raise ValueError(
+            f"{where}: the template adds {strange!r}, unknown to the model's tokenizer{known}; give --task.template "
+            "'{problem}', which adds nothing, or a model that can read it, such as smollm2 or one of the hub."
+        )
     raise ValueError(
-        f"{where} has {strange!r}, unknown to the model's tokenizer{known}; give a model that can read it, such as "
+        f"{where} has {from_row!r}, unknown to the model's tokenizer{known}; give a model that can read it, such as "
         "smollm2 or one of the hub, or rewrite it."
     )
 

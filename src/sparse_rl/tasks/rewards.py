@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import reprlib
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -136,9 +137,9 @@ def import_function(path: str) -> Reward:
             if callable(value) and getattr(value, "__module__", "") == module.__name__
         ]
         has = f"it has {', '.join(own[:LISTED])}{', ...' if len(own) > LISTED else ''}" if own else "it has none"
-        raise ValueError(
-            f"reward {path!r}: {module_name} has no function {function_name!r}{suggestion(function_name, own)}; {has}."
-        )
+        other = function_name in vars(module)
+        why = f" (it is {reprlib.repr(function)}, which cannot be called)" if other else suggestion(function_name, own)
+        raise ValueError(f"reward {path!r}: {module_name} has no function {function_name!r}{why}; {has}.")
     found: Reward = function
     return found
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from sparse_rl.specs import suggestion
 from sparse_rl.tasks.base import ANY_NAME, GIVEN, Reward, Rewards, keywords_of
 from sparse_rl.tasks.files import Table, read_table
 from sparse_rl.tasks.layouts import LAYOUTS, Layout, choose_layout
@@ -35,7 +36,7 @@ OF_TRL = ("trainer_state", "log_extra", "log_metric")  # what TRL's trainer give
 class RowsConfig:
     """Your own prompts and rewards.
 
-    train_file: JSONL, JSON or parquet file, folder of save_to_disk, or hub:NAME, hub:NAME:SPLIT, hub:NAME:CONFIG:SPLIT
+    train_file: JSONL, JSON, CSV, TSV, parquet, folder of save_to_disk, hub:NAME, hub:NAME:SPLIT, hub:NAME:CONFIG:SPLIT
     eval_file: the same, for evaluation; without it, nothing is evaluated
     rewards: names with their settings ("math", "overlong:limit=512,buffer=64"), "module:function" or "file.py:function"
     reward_weights: one a function; 1 each, if none are given
@@ -121,7 +122,8 @@ class RowsConfig:
         for row in table.rows:
             prompt, columns = layout.split(row)
             written = {**columns, "prompt": style.write(prompt, row.where)}
-            prompts[row.where] = make_prompt(written, row.where, tokenizer, self.chat_template_kwargs)
+            text = prompt if isinstance(prompt, str) else None
+            prompts[row.where] = make_prompt(written, row.where, tokenizer, self.chat_template_kwargs, text)
         check_columns(prompts, rewards)
         longest = max(len(prompt.ids) for prompt in prompts.values())
         logger.info("%s: %d rows, layout %s, longest prompt %d tokens.", table.name, len(prompts), layout.name, longest)
@@ -170,9 +172,13 @@ def check_columns(prompts: dict[str, Prompt], rewards: Rewards) -> None:
                     f"function ({wanted}=None) that lets it work without."
                 )
             if wanted not in known:
+                of_answer = "say which of them it is with --task.answer_key"
+                of_other = "rename one of them, in the rows or in the function"
+                renamed = of_answer if wanted == "answer" else of_other
+                remedy = f"{renamed}, or add it to the rows" if known else "add it to the rows"
                 raise ValueError(
-                    f"reward {name!r} asks for the column {wanted!r}, which no row has: the columns are "
-                    f"{', '.join(known) or 'none but the prompt'}. Rename one, or give task.answer_key."
+                    f"reward {name!r} asks for the column {wanted!r}, which no row has{suggestion(wanted, known)}: the "
+                    f"columns are {', '.join(known) or 'none but the prompt'}; {remedy}."
                 )
     rewards.check_keywords(known)
     for where, prompt in prompts.items():
