@@ -255,7 +255,7 @@ def test_without_matplotlib_there_is_still_the_page(tmp_path, capsys, monkeypatc
         (["--max-tokens", "0"], "--max-tokens is 0; it must be at least 1"),
         (["--temperature", "-1"], "--temperature is -1"),
         (["--seed", str(1 << 63)], "--seed is 9223372036854775808"),
-        (["--prompt", ""], "--prompt is empty"),
+        (["--prompt", ""], "--prompt: the prompt is empty"),
     ],
 )
 def test_what_cannot_be_inspected_is_named(arguments, said, tmp_path, monkeypatch, capsys):

@@ -193,7 +193,10 @@ def test_bad_settings_are_named(settings, message, tiny):
         ({"select_budget": 64}, "kv.select is none"),
         ({"select": "quest", "select_budget": 0}, "kv.select_budget is 0"),
         ({"select": "quest", "select_budget": True}, "kv.select_budget is True; it must be a whole number"),
-        ({"select": "quest", "select_budget": "gone.json"}, "kv.select_budget is 'gone.json', which is neither"),
+        (
+            {"select": "quest", "select_budget": "gone.json"},
+            "kv.select_budget is 'gone.json', but there is no such file",
+        ),
         ({"select": "quest"}, "kv.select is quest, but kv.select_budget is missing"),
         (
             {"select": "quest", "select_budget": 640},

@@ -48,7 +48,8 @@ def test_grading_that_takes_long_is_told_once(monkeypatch, caplog):
         with record.told_if_slow(("near", "judge"), warned):
             time.sleep(0.2)
     assert [line for line in caplog.messages if "has taken" in line] == [
-        "grading (near, judge) has taken 0.01 s so far; a reward function of your own has no time limit, and may hang."
+        "grading (near, judge) has taken 0.01 s so far; a reward function of your own has no time limit, and may hang. "
+        "Ctrl-C stops the run there."
     ]
     monkeypatch.setattr(record, "SLOW_S", 60.0)
     with record.told_if_slow(("near",), set()):
