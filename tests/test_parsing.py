@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Flags that take several values: side by side, repeated, as a list."""
+"""Flags that take several values: side by side, repeated, as a list; and what commands say on standard error."""
 
 from __future__ import annotations
 
 import json
+import logging
 
 import pytest
 import yaml
 from commands import assert_one_sentence, run
 
 from sparse_rl.cli.eval import _parser as _evaluation
-from sparse_rl.cli.parsing import parse
+from sparse_rl.cli.parsing import parse, show_warnings
 from sparse_rl.cli.train import train_parser
 
 
@@ -106,3 +107,12 @@ def test_a_base_that_does_not_belong_is_named_with_the_file_that_was_given(tmp_p
     (tmp_path / "mine.yaml").write_text("base: qwen2.5-1.5b.yaml\n")
     found = run("sft", "--config", str(tmp_path / "mine.yaml"))
     assert_one_sentence(found, "mine.yaml, has task settings, which belong to `sparse-rl train`")
+
+
+def test_what_the_hubs_client_prints_itself_is_not_said_again(capsys, monkeypatch):
+    root = logging.getLogger()
+    monkeypatch.setattr(root, "handlers", [])
+    show_warnings()
+    logging.getLogger("huggingface_hub.utils").warning("retrying")
+    logging.getLogger("sparse_rl.tasks").warning("a row is odd")
+    assert capsys.readouterr().err == "sparse-rl: WARNING: a row is odd\n"

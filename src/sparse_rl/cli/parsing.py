@@ -180,7 +180,9 @@ def model_dtype(name: str | None) -> torch.dtype | None:
 
 def show_warnings(level: int = logging.WARNING) -> None:
     """The package's warnings on standard error, in the form of its other lines there."""
-    logging.basicConfig(format="sparse-rl: %(levelname)s: %(message)s", level=level, stream=sys.stderr)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.addFilter(lambda record: not record.name.startswith("huggingface_hub"))  # which prints its own
+    logging.basicConfig(format="sparse-rl: %(levelname)s: %(message)s", level=level, handlers=[handler])
 
 
 def quiet_bars() -> None:
