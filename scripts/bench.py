@@ -124,7 +124,7 @@ def read(folder: Path, name: str) -> list[dict[str, Any]]:
 
 
 def evidence(folder: Path) -> list[dict[str, Any]]:
-    """The newest record of every cell; what the cells start from is not measured again."""
+    """The newest record of every cell but `warm`, whose model is kept; SmolLM2's ten, made anew, belong together."""
     newest = {}
     for part, command in PARTS.items():
         path = folder / f"{part}.jsonl"

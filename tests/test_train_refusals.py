@@ -20,7 +20,7 @@ BAD = {
     ),
     "a correction that nothing reads": (
         ["--correction.preset", "none", "--correction.level", "sequence"],
-        "correction.level is sequence, which changes nothing; set weight, lower or upper",
+        "correction.level is sequence, which changes nothing; set weight, lower or upper, or make it token.",
     ),
     "unknown task": (["--task.name", "chains"], "task.name is 'chains' (did you mean 'chain'?); choose one of"),
     "another task's setting": (["--task.rewards", "a:b"], "task.rewards is not a setting of the task 'chain'"),

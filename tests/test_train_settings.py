@@ -71,6 +71,17 @@ def test_a_base_lies_beside_the_file_that_names_it(tmp_path):
     assert found == {"sampling.n": 4, "trainer.steps": 3}
 
 
+def test_a_file_may_have_the_name_of_the_recipe_that_it_differs_from(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "qwen3-1.7b.yaml").write_text("base: qwen3-1.7b.yaml\nsampling: {n: 4}\n")
+    found = changes(resolved("--config", "qwen3-1.7b.yaml"), resolved("--config", "sub/qwen3-1.7b.yaml"))
+    assert found == {"sampling.n": 4}
+    (tmp_path / "sub" / "a.yaml").write_text("base: ../sub/b.yaml\n")
+    (tmp_path / "sub" / "b.yaml").write_text("base: ../sub/a.yaml\n")
+    assert_one_sentence(train("--config", "sub/a.yaml"), "goes round in a circle")
+
+
 def test_a_base_that_is_not_there_or_goes_in_a_circle(tmp_path):
     (tmp_path / "a.yaml").write_text(f"base: {tmp_path / 'b.yaml'}\n")
     (tmp_path / "b.yaml").write_text(f"base: {tmp_path / 'a.yaml'}\n")

@@ -4,7 +4,7 @@
     python scripts/word_problems.py DATA data/words --warm-only gsm8k
     python benchmarks/evidence/part_smollm2.py --jobs 5
 
-The task is look-up among ten keys and values. On word problems the dense arm gains too little to tell arms apart: 0.06
+The task is look-up among ten keys and values. On word problems the dense arm gains too little to tell arms apart: 0.05
 in 60 steps (benchmarks/results/smollm2_words.json), and a testbed needs 0.10.
 
 In 60 steps every arm of look-up reaches 1.0 (benchmarks/results/smollm2_lookup.json), where none can be told from

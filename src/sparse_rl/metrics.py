@@ -133,8 +133,8 @@ REMEDIES = {  # what an alarm asks for
     "harder prompts; if none is, take easier ones, a warm start (sparse-rl sft) or a reward that tells near from far.",
     "alarm/anomalies": "raise kv.budget, or choose a gentler policy. Where they are rejected, rejected.jsonl shows the "
     "tokens.",
-    "alarm/rejection": "what is rejected was sampled for nothing: raise kv.budget, or lower correction.veto (1e-4 is "
-    "sparse_rl's, 1e-2 that of strict).",
+    "alarm/rejection": "what is rejected was sampled for nothing: raise kv.budget. A strict veto may reject as much "
+    "and still learn; rejected.jsonl shows at which tokens it does.",
     "alarm/tail": "raise kv.budget for such contexts: a schedule, or kv.budget auto, which goes up to control.largest. "
     "Where the dense cache itself has less, as with small models (sparse-rl calibrate tells), lower control.target.",
     "alarm/length": "if the reward does not ask for short answers, the cache is too sparse for long ones: raise "

@@ -142,3 +142,10 @@ def test_on_a_cpu_what_is_held_adds_up_to_the_peak(qwen):
 def test_largest():
     for most, limit in ((0, 5), (1, 0), (1000, 137), (10, 10), (10, 99)):
         assert largest(lambda n, limit=limit: n <= limit, most) == min(most, limit)
+
+
+def test_compression_counts_no_more_than_a_sequence_has(qwen):
+    """A budget that nobody reaches is never cut."""
+    held = [make_plan(qwen, long_run(kv=RKV(budget=budget)), H200).holds("rollout") for budget in (20_000, 10_000_000)]
+    few, many = ([line.bytes for line in lines if line.name == "compression"] for lines in held)
+    assert few == many and len(few) == 1

@@ -136,7 +136,7 @@ def test_a_missing_package_is_named_with_the_command(module, name, tmp_path, mon
         read_table(source)
 
 
-@pytest.mark.parametrize(("name", "dialect"), [("rows.csv", "excel"), ("rows.tsv", "excel-tab")])
+@pytest.mark.parametrize(("name", "dialect"), [("rows.csv", "excel"), ("rows.TSV", "excel-tab")])
 def test_tables_of_text_survive_the_round_trip(name, dialect, tmp_path):
     """Separators, quotes and line breaks in values, a byte-order mark, blank lines, a value above csv's own limit."""
     draw = random.Random(random.random())

@@ -92,6 +92,7 @@ WRONG = {
     "no prompt at all": ({"input": "a"}, {}, "line 1 of .* has the columns input, which fit no layout; name them"),
     "misspelt prompt": ({"promt": "a", "answer": "1"}, {}, r"which fit no layout \(did you mean 'prompt'\?\); name"),
     "misspelt answer": ({"question": "a", "anwser": "1"}, {}, r"which fit no layout \(did you mean 'answer'\?\); name"),
+    "messages as a text": ({"messages": '[{"role": "user"}]'}, {}, 'has "messages" that are a text, not a list'),
     "ShareGPT": ({"conversations": SHARED}, {}, 'has "conversations" of "from" and "value"; write them as "messages"'),
     "ShareGPT by its key": (
         {"chat": SHARED},

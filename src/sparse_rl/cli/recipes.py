@@ -70,7 +70,7 @@ def read_configs(name: str, command: str, above: tuple[str, ...] = ()) -> list[d
         raise ValueError(
             f"{asked} is neither a file nor a recipe{suggestion(name, known)}; the recipes are {', '.join(known)}."
         )
-    if name in above:
+    if _place(name) in map(_place, above):
         raise ValueError(f"{asked} goes round in a circle; end it with a file that has no base.")
     try:
         settings = yaml.safe_load((path if path.exists() else recipe).read_text())
@@ -87,7 +87,7 @@ def read_configs(name: str, command: str, above: tuple[str, ...] = ()) -> list[d
     for section, owner in OWNERS.items():
         if section in settings and section not in OWN.get(command, ()):
             raise ValueError(f"{whose} has {section} settings, which belong to `sparse-rl {owner}`; give it there.")
-    if base is not None and (beside := path.parent / str(base)).is_file():
+    if base is not None and (beside := path.parent / str(base)).is_file() and _place(str(beside)) != _place(name):
         base = beside
     return [*(read_configs(str(base), command, (*above, name)) if base is not None else ()), settings]
 
@@ -110,6 +110,11 @@ def default_settings() -> str:
 def to_yaml(settings: dict[str, Any]) -> str:
     """Settings in the form of a config file."""
     return str(yaml.dump(settings, Dumper=_Lists, sort_keys=False))
+
+
+def _place(name: str) -> str:
+    """One for every file, however it is named."""
+    return str(Path(name).resolve() if Path(name).exists() else _recipe(name))
 
 
 def _recipe(name: str) -> Any:

@@ -9,7 +9,7 @@ clamped to +-20 before `exp`, so a weight is finite; the veto reads the raw one.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
 import torch
@@ -52,6 +52,7 @@ class Correction:
         if self.lower is not None and self.upper is not None and self.lower > self.upper:
             raise ValueError(f"correction.lower is {self.lower}, above correction.upper {self.upper}; swap them.")
         bounded = (self.lower or 0.0) > 0.0 or (self.upper is not None and self.upper < float("inf"))
+        defaults = {each.name: each.default for each in fields(self)}
         drops = bool(self.veto) or (bounded and self.action == "mask")
         for field, unread, remedy in (
             ("level", self.level != "token" and not (self.weight or bounded), "set weight, lower or upper"),
@@ -60,8 +61,8 @@ class Correction:
             ("denominator", self.denominator == "surviving" and not drops, "set veto, or bounds that mask"),
         ):
             if unread:
-                value = str(getattr(self, field)).lower()
-                raise ValueError(f"correction.{field} is {value}, which changes nothing; {remedy}, or leave it out.")
+                value, off = (str(each).lower() for each in (getattr(self, field), defaults[field]))
+                raise ValueError(f"correction.{field} is {value}, which changes nothing; {remedy}, or make it {off}.")
         if bounded and self.action == "truncate" and not self.weight:
             raise ValueError(
                 "correction.lower and correction.upper truncate weights, but correction.weight is false; "

@@ -53,14 +53,14 @@ def read_table(source: str) -> Table:
     path = Path(source)
     if path.is_dir():
         return _dataset_table(source, _from_folder(path))
-    content = path.read_bytes()
-    if path.suffix == ".parquet":
+    content, suffix = path.read_bytes(), path.suffix.lower()
+    if suffix == ".parquet":
         rows = _numbered(_from_parquet(content, source), source)
-    elif path.suffix in SEPARATORS:
-        rows = _from_csv(read_text(content, source), source, SEPARATORS[path.suffix])
+    elif suffix in SEPARATORS:
+        rows = _from_csv(read_text(content, source), source, SEPARATORS[suffix])
     else:
         text = read_text(content, source)
-        is_list = path.suffix == ".json" and text.lstrip().startswith("[")
+        is_list = suffix == ".json" and text.lstrip().startswith("[")
         rows = _numbered(_parse_list(text, source), source) if is_list else parse_lines(text, source)
     return Table(source, rows, hashlib.sha256(content).hexdigest())
 

@@ -42,6 +42,8 @@ class Layout:
         if not isinstance(prompt, str if self.templated else str | list):
             wanted = " or ".join(f'"{name}"' for name in present[:1] or self.prompts)
             raise ValueError(f"{row.where} has no {wanted} that is a {kinds}; mend or remove it{self._said()}.")
+        if key == "messages" and isinstance(prompt, str):
+            raise ValueError(f'{row.where} has "messages" that are a text, not a list; CSV has no lists, JSONL does.')
         if self.templated and not prompt.strip():
             raise ValueError(f'{row.where} has an empty "{key}"; mend or remove it.')
         columns = {name: value for name, value in row.columns.items() if name != key}
