@@ -145,7 +145,7 @@ def test_a_merged_copy_samples_what_the_adapter_does(dtype, lora, tmp_path):
             assert places == [parameter.data_ptr() for parameter in model.parameters()]
             found[merged] = (torch.cat([r.sampler_logprobs for r in rollouts]), logits, model(ids).logits)
         assert (logits - plain).abs().max() > 0.1 and (logits - found[merged][2]).abs().max() > 0.1
-    exact = 1e-9 if dtype == torch.float64 else 1e-5
+    exact = 1e-6 if dtype == torch.float64 else 1e-5  # norms round to fp32 in any model: a last digit there may flip
     torch.testing.assert_close(found[True][0], found[False][0], rtol=0, atol=exact)
     torch.testing.assert_close(found[True][1:], found[False][1:], rtol=10 * exact, atol=10 * exact)
 
