@@ -246,6 +246,7 @@ def _worker(connection: Connection, device: str, models: Path) -> None:
     from sparse_rl.runfolder import provenance
 
     about = provenance(torch.device(device))
+    gc.freeze()  # what was imported is not looked through again and again
     while True:
         try:
             cell: Cell = connection.recv()

@@ -5,13 +5,17 @@ from __future__ import annotations
 
 import math
 from contextlib import nullcontext
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from small_engine import engine
 
-from sparse_rl.kv import RKV
-from sparse_rl.rollout import EngineConfig, Sampling
+from sparse_rl.kv import RKV, Full, PagesMean
+from sparse_rl.rollout import EngineConfig, Sampling, loop
+from sparse_rl.rollout.rows import Drawn
+from sparse_rl.rollout.sequence import Sequence
 
 
 def test_records_are_complete(tiny, prompts):
@@ -207,3 +211,40 @@ def test_a_batch_filled_up_with_nobodys_row_decodes_the_same(tiny, prompts, monk
     expected = run()
     monkeypatch.setattr("sparse_rl.rollout.decoder.Decoder.batch_of", lambda self, count: self.rows.num_rows)
     assert run() == expected
+
+
+@pytest.mark.parametrize("kv", [Full(), RKV(budget=16, interval=8), PagesMean(budget=48)])
+def test_tokens_read_several_steps_at_a_time_are_those_read_one_by_one(kv, tiny, prompts, monkeypatch):
+    """A GPU's pace, a CPU's: the same rollouts and the same counts, whatever ends inside a fetch."""
+    loaded = tiny(dtype=torch.float64)
+    found = []
+    for interval, lag in ((1, 0), (8, 1), (5, 2)):
+        monkeypatch.setattr(loop, "pace", lambda _, every=(interval, lag): every)
+        sampler, last = engine(loaded, kv, rows=3, pool_pages=20), []
+        sampling = Sampling(max_tokens=70, n=2, top_logprobs=3, stop_ids=tuple(range(8)), stop=("a", "b"))
+        rollouts = sampler.generate(prompts(5, 21, 40, seed=3), sampling, on_step=last.append)
+        told = last[-1].num_tokens, last[-1].held_so_far, last[-1].read_so_far, last[-1].full_so_far
+        found.append((told, rollouts))
+    assert {r.finish_reason for r in found[0][1]} >= {"stop", "stop_string"}
+    for told, rollouts in found[1:]:
+        assert told == pytest.approx(found[0][0])
+        for one, other in zip(rollouts, found[0][1], strict=True):
+            assert one.finish_reason == other.finish_reason and one.kv == other.kv
+            for name in ("token_ids", "sampler_logprobs", "top_ids", "top_logprobs"):
+                torch.testing.assert_close(getattr(one, name), getattr(other, name), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_what_is_drawn_after_an_end_may_be_anything(ends, tiny):
+    sequence = Sequence(request=3, prompt_idx=0, prompt_len=4, max_tokens=99, held=list(range(5, 20)))
+    scheduler = SimpleNamespace(policy=Full(), finish=lambda _: None)
+    reader = loop.Loop(tiny(), Sampling(stop_ids=(9,)), [], [sequence], scheduler, None, None, None)
+    reader.read_flight([sequence], Drawn(np.array([[70], [71]]), np.full((2, 1), -1.0, np.float32), None, None))
+    tokens = np.array([[72], [9 if ends else 73], [74]])
+    logprobs = np.array([[-0.5], [-0.25], [np.nan]], dtype=np.float32)
+    with nullcontext() if ends else pytest.raises(FloatingPointError, match=r"request 3 .* at token 4;"):
+        reader.read_flight([sequence], Drawn(tokens, logprobs, None, None))
+        assert sequence.joined("tokens").tolist() == [70, 71, 72, 9]
+        assert sequence.joined("logprobs").tolist() == [-1.0, -1.0, -0.5, -0.25]
+        assert sequence.finish_reason == "stop" and sequence.held == [5, 6, 7]
+        assert reader.held_so_far == reader.full_so_far == 5 + 6 + 7

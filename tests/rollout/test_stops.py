@@ -12,6 +12,7 @@ from small_engine import engine
 from sparse_rl.kv import Full
 from sparse_rl.rollout import Sampling
 from sparse_rl.rollout.loop import Loop
+from sparse_rl.rollout.rows import Drawn
 from sparse_rl.rollout.sequence import Sequence
 from sparse_rl.types import Prompt
 
@@ -59,27 +60,33 @@ def test_stop_strings(tiny):
 
 @pytest.mark.parametrize("stop", [("é" * 8,), ("z", "abcdefghijkl")])
 def test_the_tail_searched_covers_the_longest_stop_string(stop, tiny):
-    scheduler = SimpleNamespace(policy=Full())
-    loop = Loop(tiny(), Sampling(stop=stop, stop_ids=()), [], [], scheduler, None, None, None)
     *before, last = list(("qq" + stop[-1]).encode())
-    sequence = Sequence(request=0, prompt_idx=0, prompt_len=1, max_tokens=99)
-    assert loop.end_of(sequence, np.array(before), np.zeros(len(before), dtype=bool)) == (len(before), None)
-    sequence.token_ids += before
-    assert loop.end_of(sequence, np.array([last]), np.array([False])) == (1, "stop_string")
+    sequence = read(tiny(), Sampling(stop=stop, stop_ids=()), before)
+    assert sequence.finish_reason is None and sequence.num_tokens == len(before)
+    sequence = read(tiny(), Sampling(stop=stop, stop_ids=()), before, [last])
+    assert sequence.finish_reason == "stop_string" and sequence.num_tokens == len(before) + 1
 
 
 def test_of_several_tokens_the_one_that_completes_the_string_is_the_last(tiny):
-    loop = Loop(tiny(), Sampling(stop=("cd",), stop_ids=()), [], [], SimpleNamespace(policy=Full()), None, None, None)
-    sequence = Sequence(request=0, prompt_idx=0, prompt_len=1, max_tokens=99)
-    sequence.token_ids += list(b"abc")
-    for text, expected in ((b"xcdcd", (3, "stop_string")), (b"dcd", (1, "stop_string")), (b"xxc", (3, None))):
-        assert loop.end_of(sequence, np.array(list(text)), np.zeros(len(text), dtype=bool)) == expected
+    for text, expected in ((b"xcdcd", (6, "stop_string")), (b"dcd", (4, "stop_string")), (b"xxc", (6, None))):
+        sequence = read(tiny(), Sampling(stop=("cd",), stop_ids=()), list(b"abc"), list(text))
+        assert (sequence.num_tokens, sequence.finish_reason) == expected
 
 
 def test_an_end_token_says_more_than_the_string_it_completes(tiny):
-    loop = Loop(tiny(), Sampling(stop=("b",), stop_ids=(98,)), [], [], SimpleNamespace(policy=Full()), None, None, None)
-    sequence = Sequence(request=0, prompt_idx=0, prompt_len=1, max_tokens=9)
-    assert loop.end_of(sequence, np.array([97, 98]), np.array([False, True])) == (2, "stop")
+    sequence = read(tiny(), Sampling(stop=("b",), stop_ids=(98,)), [97, 98])
+    assert (sequence.num_tokens, sequence.finish_reason) == (2, "stop")
+
+
+def read(loaded, sampling: Sampling, *fetched: list[int]) -> Sequence:
+    """A sequence that has been given these tokens, fetch by fetch."""
+    scheduler = SimpleNamespace(policy=Full(), finish=lambda _: None)
+    loop = Loop(loaded, sampling, [], [], scheduler, None, None, None)
+    sequence = Sequence(request=0, prompt_idx=0, prompt_len=1, max_tokens=99)
+    for tokens in fetched:
+        column = np.array(tokens)[:, None]
+        loop.read_flight([sequence], Drawn(column, np.zeros(column.shape, dtype=np.float32), None, None))
+    return sequence
 
 
 def test_a_prompts_own_limit(tiny, prompts):

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from sparse_rl.kv.policy import EvictPolicy
+from sparse_rl.kv.select import SelectPolicy
 from sparse_rl.model.load import LoadedModel, stop_ids
 from sparse_rl.rollout.rows import CAPACITY, Drawn, Fetch
 from sparse_rl.rollout.runner import Runner
@@ -78,6 +79,7 @@ class Loop:
         self.shape = loaded.shape
         self.tokenizer = loaded.tokenizer
         self.policy = scheduler.policy
+        self.selection = scheduler.policy.selection
         self.sampling = sampling
         self.prompts = prompts
         self.sequences = sequences
@@ -197,74 +199,78 @@ class Loop:
 
     def read(self, flights: list[Flight], fetch: Fetch) -> None:
         drawn = fetch.wait()
-        ends = np.isin(drawn.tokens, self.stop_ids)
         first = 0
         for flight in flights:
-            steps = slice(first, first + flight.steps)
-            for column, sequence in enumerate(flight.sequences):
-                if sequence.finish_reason is None:
-                    self.append(sequence, drawn, ends[steps, column], steps, column)
+            self.read_flight(flight.sequences, drawn.part(slice(first, first + flight.steps), len(flight.sequences)))
             first += flight.steps
 
-    def append(self, sequence: Sequence, drawn: Drawn, ends: np.ndarray, steps: slice, column: int) -> None:
-        """Add the tokens of some steps to a sequence, up to its end if that is among them."""
-        tokens = drawn.tokens[steps, column]
-        count, reason = self.end_of(sequence, tokens, ends)
-        logprobs = drawn.logprobs[steps, column][:count]
-        if not np.isfinite(logprobs).all():
-            raise FloatingPointError(
-                f"request {sequence.request} has logits that are not finite at token "
-                f"{len(sequence.token_ids) + int(np.isfinite(logprobs).argmin())}; check the weights, or load the "
-                "model in float32."
-            )
-        before = max(len(sequence.token_ids) - 1, 0)  # decode steps; the first token came from the prefill
-        sequence.token_ids += tokens[:count].tolist()
-        sequence.logprobs += logprobs.tolist()
-        if drawn.top_ids is not None and drawn.top_logprobs is not None:
-            sequence.top_ids.append(torch.from_numpy(drawn.top_ids[steps, column][:count].copy()))
-            sequence.top_logprobs.append(torch.from_numpy(drawn.top_logprobs[steps, column][:count].copy()))
-        after = len(sequence.token_ids) - 1
-        self.num_tokens += count
-        self.held_so_far += sum(sequence.held[before:after])
-        read = self.read_by(sequence, before, after)
+    def read_flight(self, sequences: list[Sequence], drawn: Drawn) -> None:
+        """Give each sequence its column, up to its end if that is in it.
+
+        What can be asked of all columns at once is: a rollout of a small model waits for this, not for the device.
+        """
+        ends: np.ndarray = np.isin(drawn.tokens, self.stop_ids)
+        is_finite: np.ndarray = np.isfinite(drawn.logprobs)
+        ended, finite = ends.any(axis=0).tolist(), is_finite.all(axis=0).tolist()
+        counts = np.where(ended, ends.argmax(axis=0) + 1, len(ends)).tolist()
+        for column, sequence in enumerate(sequences):
+            if sequence.finish_reason is not None:
+                continue
+            count, reason = counts[column], self.reason(sequence, counts[column], ended[column])
+            if self.sampling.stop:
+                # An end token says more than the string that it completes.
+                tokens = drawn.tokens[: count - ended[column], column].tolist()
+                if (completed := self.completes_stop(sequence.newest(self.stop_tail), tokens)) is not None:
+                    count, reason = completed, "stop_string"
+            if not finite[column]:
+                check_finite(sequence, drawn.logprobs[:count, column])
+            sequence.columns.append((drawn, column))
+            self.count(sequence, count)
+            if reason is not None:
+                self.finish(sequence, reason)
+
+    def reason(self, sequence: Sequence, count: int, ended: bool) -> FinishReason | None:
+        """Why a sequence is at its end after so many tokens more, if it is."""
+        if ended:
+            return "stop"
+        return "length" if sequence.num_tokens + count >= sequence.max_tokens else None
+
+    def completes_stop(self, so_far: list[int], tokens: list[int]) -> int | None:
+        """How many of the tokens complete a stop string, if they do."""
+        if self.has_stop_string([*so_far, *tokens]):  # only then is it asked which token does
+            for i in range(len(tokens)):
+                if self.has_stop_string([*so_far, *tokens[: i + 1]][-self.stop_tail :]):
+                    return i + 1
+        return None
+
+    def count(self, sequence: Sequence, num_tokens: int) -> None:
+        """Note that a sequence has so many tokens more, and what their decode steps held and read."""
+        before = max(sequence.num_tokens - 1, 0)  # decode steps; the first token came from the prefill
+        sequence.num_tokens += num_tokens
+        after = sequence.num_tokens - 1
+        held = sequence.held[before:after]
+        total = sum(held)
+        read = total if self.selection is None else self.read_by(self.selection, sequence, held, before)
         sequence.read += read
+        self.num_tokens += num_tokens
+        self.held_so_far += total
         self.read_so_far += read
         self.full_so_far += sum(range(sequence.prompt_len + before + 1, sequence.prompt_len + after + 1))
-        if reason is not None:
-            self.finish(sequence, reason)
 
-    def read_by(self, sequence: Sequence, start: int, stop: int) -> float:
-        """Entries a layer and KV head that these decode steps of a sequence read, mean over layers."""
-        policy, windows, page_size = self.policy.selection, self.shape.windows, self.scheduler.pool.page_size
-        held = sequence.held[start:stop]
-        if policy is None:
-            return sum(held)
-        contexts = range(sequence.prompt_len + 1 + start, sequence.prompt_len + 1 + stop)
+    def read_by(self, policy: SelectPolicy, sequence: Sequence, held: list[int], first: int) -> float:
+        """Entries a layer and KV head that decode steps from `first` on read of those held, mean over layers."""
+        windows, page_size = self.shape.windows, self.scheduler.pool.page_size
+        contexts = range(sequence.prompt_len + 1 + first, sequence.prompt_len + 1 + first + len(held))
         read = sum(policy.pages_read(n, context, page_size)[1] for n, context in zip(held, contexts, strict=True))
         share = sum(policy.selects(i, window) for i, window in enumerate(windows)) / len(windows)
         return share * read + (1.0 - share) * sum(held)
-
-    def end_of(self, sequence: Sequence, tokens: np.ndarray, ends: np.ndarray) -> tuple[int, FinishReason | None]:
-        """How many of the tokens belong to the sequence, and why it ends with them, if it does."""
-        count = int(ends.argmax()) + 1 if ends.any() else len(tokens)
-        if self.sampling.stop:
-            so_far = sequence.token_ids[-self.stop_tail :]
-            before = tokens[: count - int(ends.any())].tolist()  # an end token says more than the string it completes
-            if self.has_stop_string([*so_far, *before]):  # and only then is it asked which token completes it
-                for i in range(len(before)):
-                    if self.has_stop_string([*so_far, *before[: i + 1]][-self.stop_tail :]):
-                        return i + 1, "stop_string"
-        if ends.any():
-            return count, "stop"
-        return count, "length" if len(sequence.token_ids) + count >= sequence.max_tokens else None
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> None:
         sequence.finish_reason = reason
         if sequence.holding is not None:  # else it had drawn all it may
             self.scheduler.finish(sequence)
-        num_tokens = len(sequence.token_ids)
-        del sequence.held[num_tokens - 1 :]
-        fired = sum(drawn < num_tokens for drawn in sequence.compressed_at)
+        del sequence.held[sequence.num_tokens - 1 :]
+        fired = sum(drawn < sequence.num_tokens for drawn in sequence.compressed_at)
         del sequence.compressed_at[fired:], sequence.kept_positions[fired:]
         self.num_finished += 1
         if self.on_rollout is not None:
@@ -291,15 +297,15 @@ class Loop:
 
     def rollout(self, sequence: Sequence) -> Rollout:
         assert sequence.finish_reason is not None
-        num_tokens = len(sequence.token_ids)
+        num_tokens = sequence.num_tokens
         contexts = range(sequence.prompt_len + 1, sequence.prompt_len + num_tokens)  # of the decode steps
         peak = max(sequence.prompt_len, *sequence.held, 0)
         page_bytes = self.policy.page_bytes(self.shape, self.scheduler.pool.page_size)
         return Rollout(
             prompt=self.prompts[sequence.prompt_idx],
             sample=sequence.request % self.sampling.n,
-            token_ids=torch.tensor(sequence.token_ids),
-            sampler_logprobs=torch.tensor(sequence.logprobs),
+            token_ids=sequence.joined("tokens"),
+            sampler_logprobs=sequence.joined("logprobs"),
             completion_mask=torch.ones(num_tokens, dtype=torch.bool),
             finish_reason=sequence.finish_reason,
             kv=KVStats(
@@ -312,8 +318,17 @@ class Loop:
                 num_compressions=len(sequence.compressed_at),
                 read=sequence.read,
             ),
-            top_ids=torch.cat(sequence.top_ids) if sequence.top_ids else None,
-            top_logprobs=torch.cat(sequence.top_logprobs) if sequence.top_logprobs else None,
+            top_ids=sequence.joined("top_ids") if self.sampling.top_logprobs else None,
+            top_logprobs=sequence.joined("top_logprobs") if self.sampling.top_logprobs else None,
             kept_positions=tuple(sequence.kept_positions) if self.runner.record_kept else None,
             kept_at=tuple(sequence.prompt_len + i for i in sequence.compressed_at) if self.runner.record_kept else None,
+        )
+
+
+def check_finite(sequence: Sequence, logprobs: np.ndarray) -> None:
+    if not np.isfinite(logprobs).all():
+        raise FloatingPointError(
+            f"request {sequence.request} has logits that are not finite at token "
+            f"{sequence.num_tokens + int(np.isfinite(logprobs).argmin())}; check the weights, or load the model in "
+            "float32."
         )

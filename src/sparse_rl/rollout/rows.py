@@ -27,6 +27,13 @@ class Drawn:
     top_ids: np.ndarray | None
     top_logprobs: np.ndarray | None
 
+    def part(self, steps: slice, batch: int) -> Drawn:
+        """A copy of what some of the steps drew for the first rows of the batch."""
+        ids, logprobs = self.top_ids, self.top_logprobs
+        if ids is not None and logprobs is not None:
+            ids, logprobs = ids[steps, :batch].copy(), logprobs[steps, :batch].copy()
+        return Drawn(self.tokens[steps, :batch].copy(), self.logprobs[steps, :batch].copy(), ids, logprobs)
+
 
 class Fetch:
     """Tensors on their way to the host."""

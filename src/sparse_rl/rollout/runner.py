@@ -106,7 +106,7 @@ class Runner:
     def _begin(self, sequences: list[Sequence], tokens: torch.Tensor | None = None) -> None:
         """Tell the device where sequences stand; their last tokens may be known there alone."""
         state = [
-            [s.token_ids[-1] if tokens is None else 0, s.seen, s.num_entries, s.num_drawn, s.key] for s in sequences
+            [s.newest(1)[0] if tokens is None else 0, s.seen, s.num_entries, s.num_drawn, s.key] for s in sequences
         ]
         self.rows.begin([s.row for s in sequences], state, tokens)
         self._update_tables(sequences)

@@ -169,12 +169,12 @@ class Scheduler:
 
     def short_of_pages(self, steps: int) -> bool:
         """Whether `make_room` would have to give up a held prompt or preempt a sequence."""
-        return sum(self._missing(sequence, steps) for sequence in self.running) > self.pool.num_available
+        return sum(self._missing(sequence, steps) for sequence in self._growing(steps)) > self.pool.num_available
 
     def make_room(self, steps: int) -> list[tuple[Sequence, list[int]]]:
         """Pages for every running sequence's next entries; returns those preempted, with the pages they had."""
         preempted = []
-        for sequence in list(self.running):
+        for sequence in self._growing(steps):
             while sequence.holding is not None and self._missing(sequence, steps) > self.pool.num_available:
                 if self.prompts:
                     self._drop_prompts()
@@ -192,9 +192,14 @@ class Scheduler:
             )
         return preempted
 
+    def _growing(self, steps: int) -> list[Sequence]:
+        """Running sequences whose pages do not hold their next entries."""
+        size = self.pool.page_size
+        return [s for s in self.running if s.holding and s.num_entries + steps > size * len(s.holding.pages)]
+
     def _missing(self, sequence: Sequence, steps: int) -> int:
         assert sequence.holding is not None
-        return max(0, self.pool.pages_for(sequence.num_entries + steps) - len(sequence.holding.pages))
+        return self.pool.pages_for(sequence.num_entries + steps) - len(sequence.holding.pages)
 
     def compacted(self, sequence: Sequence, num_entries: int) -> None:
         """A running sequence was compressed; its pages stay, for it grows into them again."""

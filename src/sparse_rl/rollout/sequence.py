@@ -4,10 +4,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
+import numpy as np
 import torch
 
 from sparse_rl.kv.pages import Holding
+from sparse_rl.rollout.rows import Drawn
 from sparse_rl.types import FinishReason
 
 
@@ -23,13 +26,11 @@ class Sequence:
     num_entries: int = 0  # physical: entries held per layer and KV head
     num_cut: int = 0  # entries that its last compression left; 0 before the first
 
-    num_drawn: int = 0  # tokens drawn; `token_ids` follows when they have come from the device
+    num_drawn: int = 0  # tokens drawn; `num_tokens` follows when they have come from the device
+    num_tokens: int = 0
+    columns: list[tuple[Drawn, int]] = field(default_factory=list)  # where they are; after an end, more than they are
 
     key: int = 0  # random key of the request
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    top_ids: list[torch.Tensor] = field(default_factory=list)
-    top_logprobs: list[torch.Tensor] = field(default_factory=list)
     held: list[int] = field(default_factory=list)  # entries at each decode step
     read: float = 0.0  # entries that decode steps read so far, mean over layers
     compressed_at: list[int] = field(default_factory=list)  # index of the token drawn in that step; 0 for the prompt
@@ -40,6 +41,20 @@ class Sequence:
     def seen(self) -> int:
         """Logical: tokens that have been through the model, so the position of the newest, which is still to go."""
         return self.prompt_len + self.num_drawn - 1
+
+    def joined(self, what: Literal["tokens", "logprobs", "top_ids", "top_logprobs"]) -> torch.Tensor:
+        """What has come from the device, one row a token."""
+        columns = [getattr(drawn, what)[:, i] for drawn, i in self.columns]
+        return torch.from_numpy(np.concatenate(columns)[: self.num_tokens])
+
+    def newest(self, count: int) -> list[int]:
+        """The last tokens that have come from the device, at most so many."""
+        found: list[int] = []
+        for drawn, column in reversed(self.columns):
+            if len(found) >= count:
+                break
+            found = drawn.tokens[:, column].tolist() + found
+        return found[-count:]
 
     @property
     def final_entries(self) -> int:
