@@ -68,7 +68,7 @@ class FakeRunner:
         self.called()
         steps = [step + [-1] * (batch - len(step)) for step in self.drawn[first : first + count]]
         assert len(steps) == count, "more was fetched than drawn"
-        drawn = Drawn(np.array(steps), np.zeros((count, batch)), None, None)
+        drawn = Drawn(np.array(steps).T, np.zeros((batch, count)), None, None)
         return SimpleNamespace(wait=lambda: drawn)
 
     def read(self, pages: list[int], count: int) -> list:
@@ -144,7 +144,7 @@ class FakeRunner:
     def save(self, sequence, pages) -> None:
         self.called()
         assert not isinstance(self.policy, EvictPolicy), "an evicting sequence was preempted"
-        assert sequence.num_drawn == len(sequence.token_ids), "a sequence left without its tokens"
+        assert sequence.num_drawn == sequence.num_tokens, "a sequence left without its tokens"
         self.saved[sequence.request] = self.read(pages, sequence.num_entries)
 
     def restore(self, sequence) -> None:
@@ -182,7 +182,7 @@ def run(
     except Interrupt:
         interrupted = True
     if not interrupted:
-        assert all(s.finish_reason is not None and len(s.token_ids) <= max_tokens for s in sequences)
+        assert all(s.finish_reason is not None and s.num_tokens <= max_tokens for s in sequences)
         assert pool.num_used == 0 and not pool.holdings, "a finished run left pages behind"
     scheduler.abort()
     pool.check()
@@ -275,7 +275,7 @@ def test_caches_are_cut_when_a_token_by_token_simulation_cuts_them(policy, promp
         firings = scheduled_firings(sequence.prompt_len, sequence.num_drawn, policy)
         assert runner.firings[sequence.request] == firings
         held, expected, left = sequence.prompt_len, [], dict(firings)  # what each decode step attended to
-        for seen in range(sequence.prompt_len, sequence.prompt_len + len(sequence.token_ids) - 1):
+        for seen in range(sequence.prompt_len, sequence.prompt_len + sequence.num_tokens - 1):
             held = left.get(seen, held) + 1
             expected.append(held)
         assert sequence.held == expected and max([0, *expected]) <= entries_reached(policy, sequence)

@@ -239,9 +239,9 @@ def test_what_is_drawn_after_an_end_may_be_anything(ends, tiny):
     sequence = Sequence(request=3, prompt_idx=0, prompt_len=4, max_tokens=99, held=list(range(5, 20)))
     scheduler = SimpleNamespace(policy=Full(), finish=lambda _: None)
     reader = loop.Loop(tiny(), Sampling(stop_ids=(9,)), [], [sequence], scheduler, None, None, None)
-    reader.read_flight([sequence], Drawn(np.array([[70], [71]]), np.full((2, 1), -1.0, np.float32), None, None))
-    tokens = np.array([[72], [9 if ends else 73], [74]])
-    logprobs = np.array([[-0.5], [-0.25], [np.nan]], dtype=np.float32)
+    reader.read_flight([sequence], Drawn(np.array([[70, 71]]), np.full((1, 2), -1.0, np.float32), None, None))
+    tokens = np.array([[72, 9 if ends else 73, 74]])
+    logprobs = np.array([[-0.5, -0.25, np.nan]], dtype=np.float32)
     with nullcontext() if ends else pytest.raises(FloatingPointError, match=r"request 3 .* at token 4;"):
         reader.read_flight([sequence], Drawn(tokens, logprobs, None, None))
         assert sequence.joined("tokens").tolist() == [70, 71, 72, 9]

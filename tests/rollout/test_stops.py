@@ -84,8 +84,8 @@ def read(loaded, sampling: Sampling, *fetched: list[int]) -> Sequence:
     loop = Loop(loaded, sampling, [], [], scheduler, None, None, None)
     sequence = Sequence(request=0, prompt_idx=0, prompt_len=1, max_tokens=99)
     for tokens in fetched:
-        column = np.array(tokens)[:, None]
-        loop.read_flight([sequence], Drawn(column, np.zeros(column.shape, dtype=np.float32), None, None))
+        row = np.array([tokens])
+        loop.read_flight([sequence], Drawn(row, np.zeros(row.shape, dtype=np.float32), None, None))
     return sequence
 
 

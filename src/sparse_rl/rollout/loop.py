@@ -58,7 +58,7 @@ class Progress:
 
 @dataclass(slots=True)
 class Flight:
-    """Steps whose tokens have not been read: column i is the next tokens of sequence i."""
+    """Steps whose tokens have not been read: row i is the next tokens of sequence i."""
 
     sequences: list[Sequence]
     steps: int
@@ -205,26 +205,26 @@ class Loop:
             first += flight.steps
 
     def read_flight(self, sequences: list[Sequence], drawn: Drawn) -> None:
-        """Give each sequence its column, up to its end if that is in it.
+        """Give each sequence its row, up to its end if that is in it.
 
-        What can be asked of all columns at once is: a rollout of a small model waits for this, not for the device.
+        What can be asked of all rows at once is: a rollout of a small model waits for this, not for the device.
         """
-        ends: np.ndarray = np.isin(drawn.tokens, self.stop_ids)
-        is_finite: np.ndarray = np.isfinite(drawn.logprobs)
-        ended, finite = ends.any(axis=0).tolist(), is_finite.all(axis=0).tolist()
-        counts = np.where(ended, ends.argmax(axis=0) + 1, len(ends)).tolist()
-        for column, sequence in enumerate(sequences):
+        ends = np.isin(drawn.tokens, self.stop_ids)
+        is_finite = np.isfinite(drawn.logprobs)
+        ended, finite = ends.max(axis=1).tolist(), is_finite.min(axis=1).tolist()
+        counts = np.where(ended, ends.argmax(axis=1) + 1, ends.shape[1]).tolist()
+        for row, sequence in enumerate(sequences):
             if sequence.finish_reason is not None:
                 continue
-            count, reason = counts[column], self.reason(sequence, counts[column], ended[column])
+            count, reason = counts[row], self.reason(sequence, counts[row], ended[row])
             if self.sampling.stop:
                 # An end token says more than the string that it completes.
-                tokens = drawn.tokens[: count - ended[column], column].tolist()
+                tokens = drawn.tokens[row, : count - ended[row]].tolist()
                 if (completed := self.completes_stop(sequence.newest(self.stop_tail), tokens)) is not None:
                     count, reason = completed, "stop_string"
-            if not finite[column]:
-                check_finite(sequence, drawn.logprobs[:count, column])
-            sequence.columns.append((drawn, column))
+            if not finite[row]:
+                check_finite(sequence, drawn.logprobs[row, :count])
+            sequence.parts.append((drawn, row))
             self.count(sequence, count)
             if reason is not None:
                 self.finish(sequence, reason)

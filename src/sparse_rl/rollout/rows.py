@@ -20,7 +20,7 @@ CAPACITY = 64  # steps whose tokens wait to be fetched
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """Tokens of a few steps, (steps, batch), and the most likely ones, (steps, batch, k)."""
+    """Tokens of a few steps, (batch, steps), and the most likely ones, (batch, steps, k)."""
 
     tokens: np.ndarray
     logprobs: np.ndarray
@@ -28,11 +28,11 @@ class Drawn:
     top_logprobs: np.ndarray | None
 
     def part(self, steps: slice, batch: int) -> Drawn:
-        """A copy of what some of the steps drew for the first rows of the batch."""
+        """A copy of what some of the steps drew for the first rows of the batch, each row in one piece."""
         ids, logprobs = self.top_ids, self.top_logprobs
         if ids is not None and logprobs is not None:
-            ids, logprobs = ids[steps, :batch].copy(), logprobs[steps, :batch].copy()
-        return Drawn(self.tokens[steps, :batch].copy(), self.logprobs[steps, :batch].copy(), ids, logprobs)
+            ids, logprobs = ids[:batch, steps].copy(), logprobs[:batch, steps].copy()
+        return Drawn(self.tokens[:batch, steps].copy(), self.logprobs[:batch, steps].copy(), ids, logprobs)
 
 
 class Fetch:
@@ -42,14 +42,14 @@ class Fetch:
         self.event = None
         if tensors[0].is_cuda:
             tensors = [tensor.to("cpu", non_blocking=True) for tensor in tensors]
-            self.event = torch.cuda.Event()
+            self.event = torch.cuda.Event(blocking=True)  # who waits for it leaves the core to graders, or other runs
             self.event.record()
         self.tensors = tensors
 
     def wait(self) -> Drawn:
         if self.event is not None:
             self.event.synchronize()
-        tokens, logprobs, *top = (tensor.numpy() for tensor in self.tensors)
+        tokens, logprobs, *top = (tensor.numpy().swapaxes(0, 1) for tensor in self.tensors)
         return Drawn(tokens, logprobs, *(top or (None, None)))
 
 

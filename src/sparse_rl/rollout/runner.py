@@ -84,14 +84,19 @@ class Runner:
     def compress_prompts(self, held: list[HeldPrompt]) -> None:
         """Cut freshly prefilled prompts to the policy's target."""
         for chunk in self._chunks(held):
-            self._compress(chunk, torch.stack([_set(p.queries_LWHD) for p in chunk], dim=1))
+            tables = [prompt.holding.pages for prompt in chunk]
+            width = max(map(len, tables))  # those filled up are filled with page 0, which the lengths keep out of sight
+            pages_BN = self._ints([table + [0] * (width - len(table)) for table in tables])
+            self._compress(chunk, pages_BN, torch.stack([_set(p.queries_LWHD) for p in chunk], dim=1))
 
     def compress(self, sequences: list[Sequence]) -> None:
         """Cut running sequences to the policy's target."""
         assert isinstance(self.policy, EvictPolicy)
         for chunk in self._chunks(sequences):
             rows_B = self._ints([sequence.row for sequence in chunk])
-            self._compress(chunk, self.cache.queries.index_select(1, rows_B))
+            width = -(-max(sequence.num_entries for sequence in chunk) // self.cache.page_size)
+            pages_BN = self.rows.table[:, :width].index_select(0, rows_B)
+            self._compress(chunk, pages_BN, self.cache.queries.index_select(1, rows_B))
         if sequences:
             targets = [self.policy.target(s.prompt_len, s.seen) for s in sequences]
             self.rows.set_entries([s.row for s in sequences], targets)
@@ -117,7 +122,9 @@ class Runner:
             self.rows.set_tables([sequence.row for sequence in sequences], tables)
             self.num_pages |= {s.row: len(table) for s, table in zip(sequences, tables, strict=True)}
 
-    def _compress(self, items: SequenceOf[Sequence | HeldPrompt], queries_LBWHD: torch.Tensor) -> None:
+    def _compress(
+        self, items: SequenceOf[Sequence | HeldPrompt], pages_BN: torch.Tensor, queries_LBWHD: torch.Tensor
+    ) -> None:
         assert isinstance(self.policy, EvictPolicy)
         counts = [min(item.num_entries, self.policy.target(item.prompt_len, item.seen)) for item in items]
         lengths_B, contexts_B, prompt_lens_B, cut_B = self._ints(
@@ -126,7 +133,7 @@ class Runner:
         kept = compress(
             self.cache,
             self.policy,
-            pages_BN=self._pages(items),
+            pages_BN=pages_BN,
             lengths_B=lengths_B,
             contexts_B=contexts_B,
             prompt_lens_B=prompt_lens_B,
@@ -145,12 +152,6 @@ class Runner:
         assert isinstance(self.policy, EvictPolicy)
         size = rows_at_once(self.cache, self.policy, [item.num_entries for item in items])
         return [items[start : start + size] for start in range(0, len(items), size)]
-
-    def _pages(self, items: SequenceOf[Sequence | HeldPrompt]) -> torch.Tensor:
-        """Tables of the pages in use, filled up with page 0, which the lengths keep out of sight."""
-        tables = [_set(item.holding).pages[: -(-item.num_entries // self.cache.page_size)] for item in items]
-        width = max(map(len, tables))
-        return self._ints([table + [0] * (width - len(table)) for table in tables])
 
     def _ints(self, values: list[int] | list[list[int]]) -> torch.Tensor:
         return to_device(values, self.device)

@@ -28,7 +28,7 @@ class Sequence:
 
     num_drawn: int = 0  # tokens drawn; `num_tokens` follows when they have come from the device
     num_tokens: int = 0
-    columns: list[tuple[Drawn, int]] = field(default_factory=list)  # where they are; after an end, more than they are
+    parts: list[tuple[Drawn, int]] = field(default_factory=list)  # and rows where they are, with what came after an end
 
     key: int = 0  # random key of the request
     held: list[int] = field(default_factory=list)  # entries at each decode step
@@ -44,16 +44,16 @@ class Sequence:
 
     def joined(self, what: Literal["tokens", "logprobs", "top_ids", "top_logprobs"]) -> torch.Tensor:
         """What has come from the device, one row a token."""
-        columns = [getattr(drawn, what)[:, i] for drawn, i in self.columns]
-        return torch.from_numpy(np.concatenate(columns)[: self.num_tokens])
+        parts = [getattr(drawn, what)[row] for drawn, row in self.parts]
+        return torch.from_numpy(np.concatenate(parts)[: self.num_tokens])
 
     def newest(self, count: int) -> list[int]:
         """The last tokens that have come from the device, at most so many."""
         found: list[int] = []
-        for drawn, column in reversed(self.columns):
+        for drawn, row in reversed(self.parts):
             if len(found) >= count:
                 break
-            found = drawn.tokens[:, column].tolist() + found
+            found = drawn.tokens[row].tolist() + found
         return found[-count:]
 
     @property
