@@ -72,7 +72,7 @@ def main(parts: dict[str, Callable[[Testbed], list[Cell]]], description: str | N
     _check_data([known[name] for name in ordered])
     _check_device(args.device)
     longest: dict[str, float] = {}  # seconds of the slowest cell of each kind so far
-    for name in results.keys() & known.keys():
+    for name in done:  # what another commit took says little
         _note(longest, known[name], results[name]["seconds"])
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the processes end too
     try:
