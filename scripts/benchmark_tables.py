@@ -10,9 +10,12 @@ from statistics import mean
 from typing import Any
 
 from sparse_rl.kv.schedule import Schedule
+from sparse_rl.report.evidence import Evidence, read_evidence
+from sparse_rl.report.evidence_claims import number
 from sparse_rl.report.markdown import table
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
+EVIDENCE = RESULTS.parent / "evidence" / "results"
 SHAPES = {
     "qwen2.5-1.5b": "Qwen2.5-1.5B",
     "qwen2.5-7b": "Qwen2.5-7B",
@@ -62,6 +65,35 @@ def rollout(**settings: Any) -> dict[str, Any]:
 def cache_of(kv: dict[str, Any]) -> str:
     name = CACHES.get(kv["policy"], kv["policy"])
     return f"{name} {kv['budget']} + {kv['interval']}" if "interval" in kv else name
+
+
+ARMS = {  # of the evidence, as the README calls them
+    "naive": "sparse, no correction (naive)",
+    "reject_only": "sparse, rejection only",
+    "reweight_only": "sparse, reweighting only",
+    "sparse_rl": "**sparse, `sparse_rl`** (both)",
+    "bounded": "sparse, `bounded`",
+    "sparse_rl_release": "sparse, `sparse_rl_release`",
+    "tis": "sparse, `tis`",
+    "icepop": "sparse, `icepop`",
+}
+STRICT = 0.01  # the veto of the preset
+
+
+def arms(bed: str) -> str:
+    """Accuracy with the dense cache after training, by arm and by how much of the cache was saved."""
+    evidence: Evidence = read_evidence(EVIDENCE)
+    budgets = evidence.bed(bed)["budgets"]
+    saved = [evidence.curve(bed, "sparse_rl", budget, "kv_saved", slice(None)).mean for budget in budgets]
+    rows = [["before training", number(evidence.start(bed))], ["dense cache", number(evidence.end(bed, "dense", 0))]]
+    for arm, label in ARMS.items():
+        rows.append([label, *(number(evidence.end(bed, arm, budget)) for budget in budgets)])
+        if arm == "sparse_rl":
+            strict = [evidence.end(bed, arm, budget, eps=STRICT) for budget in budgets]
+            rows.append(["sparse, `strict` (both, a stricter veto)", *(number(e) if e.count else "" for e in strict)])
+    head = ["rollouts", *(f"{percent(share)} {'of KV ' * (not i)}saved" for i, share in enumerate(saved))]
+    filled = [row + [""] * (len(head) - len(row)) for row in rows]
+    return table(head, filled) + commit(*evidence.trained(bed))
 
 
 def measured() -> str:
@@ -338,6 +370,7 @@ def rollouts_cpu() -> str:
 TABLES: dict[str, Callable[..., str]] = {
     function.__name__: function
     for function in (
+        arms,
         measured,
         rollouts,
         rollout_split,

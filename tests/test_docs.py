@@ -26,6 +26,7 @@ from sparse_rl.tasks.rewards import REWARDS
 ROOT = Path(__file__).parents[1]
 FILES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "benchmarks" / "evidence" / "README.md"]
 PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in sorted(FILES)}
+EVIDENCE = PAGES["docs/evidence.md"]
 PYTHON = {name: re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE) for name, page in PAGES.items()}
 
 
@@ -147,3 +148,11 @@ def test_the_readme_s_numbers_are_those_of_the_benchmarks():
     (table,) = re.findall(r"^\| what \|.*?\n\n", PAGES["README.md"], re.DOTALL | re.MULTILINE)
     numbers = re.findall(r"\d+,\d{3}|[\d.]+ GB", table)
     assert len(numbers) > 5 and [number for number in numbers if number not in PAGES["docs/benchmarks.md"]] == []
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/corrections.md", "docs/calibrate.md"])
+def test_what_a_page_says_of_the_evidence_is_what_the_evidence_says(name):
+    """Means with their errors; docs/evidence.md is the records' own."""
+    told, evidence = (" ".join(page.split()) for page in (PAGES[name].split("## Two commands")[0], EVIDENCE))
+    figures = re.findall(r"[-+]?\d\.\d+ ± \d\.\d+", told)
+    assert figures and not [figure for figure in figures if figure not in evidence]
