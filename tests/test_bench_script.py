@@ -48,6 +48,7 @@ def repository(script, tmp_path, monkeypatch):
         return SimpleNamespace(returncode=0)
 
     monkeypatch.setattr(script.subprocess, "run", run)
+    monkeypatch.setattr(script, "TIMES", {})
     return ran
 
 
@@ -89,6 +90,23 @@ def test_nothing_begins_when_the_time_is_up(script, repository, monkeypatch, cap
         script.main()
     assert end.value.code == 1 and repository == []
     assert capsys.readouterr().err.splitlines() == [f"not begun: {command}" for command in commands.values()]
+
+
+def test_of_several_runs_the_one_with_the_middle_ratio_counts(script, repository, monkeypatch):
+    def run(command, **_):
+        repository.append(command)
+        speed, ratio = [(90.0, 1.1), (40.0, 0.7), (60.0, 0.9)][len(repository) - 1]
+        record = {"label": "a", "command": "sparse-rl bench a", "commit": "new"}
+        record["results"] = {"tokens_per_s": speed, "against": {"generate": {"ratio": ratio}}}
+        (script.RESULTS / "rollout_cpu.json").write_text(json.dumps([other, record]))
+        return SimpleNamespace(returncode=0)
+
+    other = speed("b", "sparse-rl bench b", 9.0)
+    monkeypatch.setattr(script.subprocess, "run", run)
+    monkeypatch.setattr(script, "TIMES", {"rollout_cpu": 3})
+    assert script.measure_middle("rollout_cpu", "sparse-rl bench a") and len(repository) == 3
+    first, kept = script.read(script.RESULTS, "rollout_cpu")
+    assert first == other and kept["results"]["tokens_per_s"] == 60.0 and kept["times"] == 3
 
 
 def test_figures_are_the_pages(script):
