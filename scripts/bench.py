@@ -94,7 +94,8 @@ def main() -> None:
         parser.error(f"no file has {' or '.join(args.only)} in its name; there are {', '.join(FILES[args.machine])}")
     todo = {name: outdated(read(RESULTS, name), commit) for name in names}
     if args.list:
-        print(*(command for commands in todo.values() for command in commands), sep="\n")
+        for name, commands in todo.items():
+            print(*(command + f"  # {TIMES[name]} times" * (name in TIMES) for command in commands), sep="\n")
         return
     before = Path("runs/bench") / commit / "before"
     if not before.exists():
@@ -178,18 +179,24 @@ def side_by_side(todo: dict[str, list[str]], logs: Path) -> list[str]:
 
 
 def measure_middle(name: str, command: str) -> bool:
-    """Run a command as often as its file asks for, and keep the record whose ratio to a rival is the middle one."""
-    found = []
-    for _ in range(TIMES.get(name, 1)):
+    """Run a command, or as often as its file asks for; the record whose ratio to a rival is the middle one counts."""
+    if name not in TIMES:
+        return measure(name, command)
+    found: list[dict[str, Any]] = []
+    for left in range(TIMES[name] - 1, -1, -1):
         if not measure(name, command):
             return False
         found += [record for record in read(RESULTS, name) if record["command"] == command]
-    if len(found) > 1:
-        middle = sorted(found, key=lambda record: next(iter(record["results"]["against"].values()))["ratio"])
-        kept = middle[len(found) // 2] | {"times": len(found)}
+        kept = sorted(found, key=ratio)[len(found) // 2] | {"ratios": [ratio(record) for record in found]}
+        kept |= {"unfinished": True} if left else {}
         records = [kept if record["command"] == command else record for record in read(RESULTS, name)]
         write_json(RESULTS / f"{name}.json", records)
     return True
+
+
+def ratio(record: dict[str, Any]) -> float:
+    """To the first rival of the same run."""
+    return float(next(iter(record["results"]["against"].values()))["ratio"])
 
 
 def measure(name: str, command: str, log: IO[str] | None = None) -> bool:

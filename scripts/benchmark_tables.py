@@ -10,7 +10,7 @@ from statistics import mean
 from typing import Any
 
 from sparse_rl.kv.schedule import Schedule
-from sparse_rl.report.evidence import Evidence, read_evidence
+from sparse_rl.report.evidence import collapsed, read_evidence
 from sparse_rl.report.evidence_claims import number
 from sparse_rl.report.markdown import table
 
@@ -82,18 +82,23 @@ STRICT = 0.01  # the veto of the preset
 
 def arms(bed: str) -> str:
     """Accuracy with the dense cache after training, by arm and by how much of the cache was saved."""
-    evidence: Evidence = read_evidence(EVIDENCE)
-    budgets = evidence.bed(bed)["budgets"]
+    evidence = read_evidence(EVIDENCE)
+    budgets, start = evidence.bed(bed)["budgets"], evidence.start(bed)
     saved = [evidence.curve(bed, "sparse_rl", budget, "kv_saved", slice(None)).mean for budget in budgets]
-    rows = [["before training", number(evidence.start(bed))], ["dense cache", number(evidence.end(bed, "dense", 0))]]
+
+    def end(arm: str, budget: int, eps: float | None = None) -> str:
+        runs = evidence.runs(bed, arm, budget, eps=eps)
+        lost = sum(collapsed(run, start) for run in runs)
+        told = f" ({lost} of {len(runs)} collapse)" if lost else ""
+        return number(evidence.end(bed, arm, budget, eps=eps)) + told if runs else ""
+
+    rows = [["before training", number(start)], ["dense cache", end("dense", 0)]]
     for arm, label in ARMS.items():
-        rows.append([label, *(number(evidence.end(bed, arm, budget)) for budget in budgets)])
+        rows.append([label, *(end(arm, budget) for budget in budgets)])
         if arm == "sparse_rl":
-            strict = [evidence.end(bed, arm, budget, eps=STRICT) for budget in budgets]
-            rows.append(["sparse, `strict` (both, a stricter veto)", *(number(e) if e.count else "" for e in strict)])
+            rows.append(["sparse, `strict` (both, a stricter veto)", *(end(arm, budget, STRICT) for budget in budgets)])
     head = ["rollouts", *(f"{percent(share)} {'of KV ' * (not i)}saved" for i, share in enumerate(saved))]
-    filled = [row + [""] * (len(head) - len(row)) for row in rows]
-    return table(head, filled) + commit(*evidence.trained(bed))
+    return table(head, [row + [""] * (len(head) - len(row)) for row in rows]) + commit(*evidence.trained(bed))
 
 
 def measured() -> str:
@@ -361,7 +366,9 @@ def rollouts_cpu() -> str:
         for record in read("rollout_cpu"):
             if record["settings"]["work"] == work:
                 found, evicts = record["results"], record["settings"]["kv"]["policy"] != "full"
-                cell = f"{found['tokens_per_s']:,.0f} tok/s ({found['against']['generate']['ratio']:.2f}x)"
+                least, *_, most = sorted(record["ratios"])
+                cell = f"{found['tokens_per_s']:,.0f} tok/s ({found['against']['generate']['ratio']:.2f}x"
+                cell += f", {least:.2f} to {most:.2f})"
                 cells.append(cell + (f", {percent(found['kv']['saved_frac'])} of KV saved" if evicts else ""))
         rows.append((name, *cells))
     return table(("responses", "engine, dense", "engine, R-KV 64 + 32"), rows) + commit(*read("rollout_cpu"))

@@ -92,21 +92,52 @@ def test_nothing_begins_when_the_time_is_up(script, repository, monkeypatch, cap
     assert capsys.readouterr().err.splitlines() == [f"not begun: {command}" for command in commands.values()]
 
 
-def test_of_several_runs_the_one_with_the_middle_ratio_counts(script, repository, monkeypatch):
+@pytest.fixture
+def several(script, repository, monkeypatch):
+    """Commands whose runs come to these speeds and ratios, beside a record of another command; None fails."""
+    runs = [(90.0, 1.1), (40.0, 0.7), (60.0, 0.9)]
+    other = speed("b", "sparse-rl bench b", 9.0, "new")
+    (script.RESULTS / "rollout_cpu.json").write_text(json.dumps([other, speed("a", "sparse-rl bench a", 1.0)]))
+
     def run(command, **_):
+        if (found := runs[len(repository)]) is None:
+            return SimpleNamespace(returncode=1)
         repository.append(command)
-        speed, ratio = [(90.0, 1.1), (40.0, 0.7), (60.0, 0.9)][len(repository) - 1]
         record = {"label": "a", "command": "sparse-rl bench a", "commit": "new"}
-        record["results"] = {"tokens_per_s": speed, "against": {"generate": {"ratio": ratio}}}
+        record["results"] = {"tokens_per_s": found[0], "against": {"generate": {"ratio": found[1]}}}
         (script.RESULTS / "rollout_cpu.json").write_text(json.dumps([other, record]))
         return SimpleNamespace(returncode=0)
 
-    other = speed("b", "sparse-rl bench b", 9.0)
     monkeypatch.setattr(script.subprocess, "run", run)
     monkeypatch.setattr(script, "TIMES", {"rollout_cpu": 3})
-    assert script.measure_middle("rollout_cpu", "sparse-rl bench a") and len(repository) == 3
+    monkeypatch.setattr(sys, "argv", ["bench.py", "cpu"])
+    return runs
+
+
+def test_of_several_runs_the_one_with_the_middle_ratio_counts(script, several, repository):
+    with pytest.raises(SystemExit) as end:
+        script.main()
+    assert end.value.code == 0 and len(repository) == 3
     first, kept = script.read(script.RESULTS, "rollout_cpu")
-    assert first == other and kept["results"]["tokens_per_s"] == 60.0 and kept["times"] == 3
+    assert first["label"] == "b" and kept["results"]["tokens_per_s"] == 60.0 and kept["ratios"] == [1.1, 0.7, 0.9]
+
+
+def test_a_series_that_was_cut_is_due_again(script, several, repository, capsys):
+    several[1] = None
+    with pytest.raises(SystemExit) as end:
+        script.main()
+    assert end.value.code == 1 and "failed: sparse-rl bench a" in capsys.readouterr().err
+    records = script.read(script.RESULTS, "rollout_cpu")
+    assert script.outdated(records, "new") == ["sparse-rl bench a"]
+
+
+def test_a_command_that_makes_several_records_keeps_them_all(script, several, repository, monkeypatch):
+    monkeypatch.setattr(script, "TIMES", {})
+    records = [speed(label, "sparse-rl bench a", 1.0) for label in "xy"]
+    monkeypatch.setattr(script.subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=0))
+    (script.RESULTS / "rollout_cpu.json").write_text(json.dumps(records))
+    assert script.measure_middle("rollout_cpu", "sparse-rl bench a")
+    assert script.read(script.RESULTS, "rollout_cpu") == records
 
 
 def test_figures_are_the_pages(script):

@@ -28,7 +28,7 @@ from cells import RESULTS, STARTS, TESTBEDS, Cell, Testbed, read_results, warm_c
 PARTS = ("warm", "a", "b", "c", "d", "e", "f", "g", "smollm2")
 MODELS = Path("runs/evidence/models")
 # Seconds of a cell, where none of its kind is done.
-GUESS = {"warm": 480, "train": 150, "matrix": 90, "measure": 45, "calibrate": 90, "step": 150, "begin": 240, "arm": 180}
+GUESS = {"warm": 480, "train": 240, "matrix": 90, "measure": 45, "calibrate": 90, "step": 150, "begin": 240, "arm": 180}
 
 
 def main(parts: dict[str, Callable[[Testbed], list[Cell]]], description: str | None) -> None:
@@ -72,7 +72,7 @@ def main(parts: dict[str, Callable[[Testbed], list[Cell]]], description: str | N
     _check_data([known[name] for name in ordered])
     _check_device(args.device)
     longest: dict[str, float] = {}  # seconds of the slowest cell of each kind so far
-    for name in done:  # what another commit took says little
+    for name in done:  # with --again this commit's alone: others' may have been slower
         _note(longest, known[name], results[name]["seconds"])
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the processes end too
     try:
@@ -236,7 +236,6 @@ def _done(cell: Cell, results: dict[str, dict[str, Any]], commit: str | None) ->
 def _worker(connection: Connection, device: str, models: Path) -> None:
     """Run what is sent, until the other end is closed."""
     os.environ["OMP_NUM_THREADS"] = "1"
-    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # the other processes compile too, each once for all its cells
     signal.signal(signal.SIGINT, lambda *_: None)  # the pool's to hear; a trainer would save and go on
     signal.signal(signal.SIGTERM, lambda *_: os._exit(143))
     import torch

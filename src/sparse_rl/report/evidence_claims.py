@@ -187,7 +187,12 @@ def tail_decides(evidence: Evidence, testbed: str) -> Finding | None:
     state = HOLDS if not any(stable) and counts[0] >= RUNS else UNTESTED
     if max(stable) >= RUNS or not any(counts):
         state = FAILS
-    return _decided(state, f"by P05 it ends at {', '.join(shown)}; it starts at {number(start)}")
+    numbers = f"by P05 it ends at {', '.join(shown)}"
+    if auto := evidence.runs(testbed, "auto", 0, target=THRESHOLD):
+        lost, end = sum(collapsed(run, start) for run in auto), evidence.end(testbed, "auto", 0, target=THRESHOLD)
+        numbers += f"; auto at {THRESHOLD}, which the rule does not count, ends at {number(end)}"
+        numbers += f" ({lost} of {len(auto)} collapse)"
+    return _decided(state, f"{numbers}; it starts at {number(start)}")
 
 
 def _tail_at_budgets(evidence: Evidence, testbed: str) -> Finding | None:

@@ -231,8 +231,9 @@ def alarms_table(evidence: Evidence, beds: Sequence[str]) -> str:
     rows = []
     for bed in beds:
         start = evidence.start(bed)
-        for arm in evidence.arms(bed)[1:]:
-            runs = [r for r in evidence.trained(bed) if r["settings"]["arm"] == arm]
+        trained = evidence.trained(bed)
+        for arm in dict.fromkeys([*evidence.arms(bed), *(run["settings"]["arm"] for run in trained)]):
+            runs = [run for run in trained if run["settings"]["arm"] == arm and arm != "dense"]
             for_each: dict[bool, list[bool]] = {True: [], False: []}
             for run in runs:
                 for_each[collapsed(run, start)].append(alarmed(run))
