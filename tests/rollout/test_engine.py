@@ -14,7 +14,7 @@ from small_engine import engine
 
 from sparse_rl.kv import RKV, Full, PagesMean
 from sparse_rl.rollout import EngineConfig, Sampling, loop
-from sparse_rl.rollout.rows import Drawn
+from sparse_rl.rollout.rows import Drawn, Fetch
 from sparse_rl.rollout.sequence import Sequence
 
 
@@ -213,25 +213,56 @@ def test_a_batch_filled_up_with_nobodys_row_decodes_the_same(tiny, prompts, monk
     assert run() == expected
 
 
-@pytest.mark.parametrize("kv", [Full(), RKV(budget=16, interval=8), PagesMean(budget=48)])
+@pytest.mark.parametrize("kv", [Full(), RKV(budget=16, interval=8), PagesMean(budget=48, dense_layers=1)])
 def test_tokens_read_several_steps_at_a_time_are_those_read_one_by_one(kv, tiny, prompts, monkeypatch):
     """A GPU's pace, a CPU's: the same rollouts and the same counts, whatever ends inside a fetch."""
     loaded = tiny(dtype=torch.float64)
     found = []
     for interval, lag in ((1, 0), (8, 1), (5, 2)):
         monkeypatch.setattr(loop, "pace", lambda _, every=(interval, lag): every)
-        sampler, last = engine(loaded, kv, rows=3, pool_pages=20), []
-        sampling = Sampling(max_tokens=70, n=2, top_logprobs=3, stop_ids=tuple(range(8)), stop=("a", "b"))
-        rollouts = sampler.generate(prompts(5, 21, 40, seed=3), sampling, on_step=last.append)
-        told = last[-1].num_tokens, last[-1].held_so_far, last[-1].read_so_far, last[-1].full_so_far
-        found.append((told, rollouts))
-    assert {r.finish_reason for r in found[0][1]} >= {"stop", "stop_string"}
-    for told, rollouts in found[1:]:
-        assert told == pytest.approx(found[0][0])
-        for one, other in zip(rollouts, found[0][1], strict=True):
+        sampler, last = engine(loaded, kv, rows=5), []
+        sampling = Sampling(max_tokens=60, n=6, top_logprobs=3, stop_ids=tuple(range(8)), stop=("a", "b"))
+        rollouts = sampler.generate(prompts(5, 21, 90, seed=3), sampling, on_step=last.append)
+        assert last[-1].num_tokens == sum(len(r.token_ids) for r in rollouts)
+        assert last[-1].held_so_far == sum(sum(r.kv.held) for r in rollouts)
+        assert last[-1].full_so_far == sum(r.kv.full for r in rollouts)
+        assert last[-1].read_so_far == pytest.approx(sum(r.kv.read for r in rollouts))
+        assert (last[-1].read_so_far < last[-1].held_so_far) == isinstance(kv, PagesMean)
+        found.append(rollouts)
+    assert {r.finish_reason for r in found[0]} >= {"stop", "stop_string"}
+    for rollouts in found[1:]:
+        for one, other in zip(rollouts, found[0], strict=True):
             assert one.finish_reason == other.finish_reason and one.kv == other.kv
             for name in ("token_ids", "sampler_logprobs", "top_ids", "top_logprobs"):
                 torch.testing.assert_close(getattr(one, name), getattr(other, name), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("every", [(8, 1), (5, 2)])
+def test_a_sequence_comes_back_with_its_last_token_however_many_were_read_at_once(every, tiny, prompts, monkeypatch):
+    loaded = tiny(dtype=torch.float64)
+    given, sampling = prompts(5, 21, 40, seed=3), Sampling(max_tokens=70, n=2, stop_ids=())
+    expected = engine(loaded, rows=3).generate(given, sampling)
+    monkeypatch.setattr(loop, "pace", lambda _: every)
+    sampler = engine(loaded, rows=3, pool_pages=9)
+    found = sampler.generate(given, sampling)
+    assert sampler.stats.num_preemptions > 0
+    assert [r.token_ids.tolist() for r in found] == [r.token_ids.tolist() for r in expected]
+
+
+def test_what_was_read_is_kept_without_what_it_was_fetched_in():
+    fetched = [torch.zeros(4, 3, dtype=torch.int64), torch.zeros(4, 3), torch.zeros(4, 3, 2), torch.zeros(4, 3, 2)]
+    part = Fetch(fetched).wait().part(slice(1, 3), 2)
+    for each in (part.tokens, part.logprobs, part.top_ids, part.top_logprobs):
+        assert each.base is None and each.flags.c_contiguous and each.shape[:2] == (2, 2)
+
+
+def test_the_row_that_is_not_finite_is_named(tiny):
+    sequences = [Sequence(request=i, prompt_idx=0, prompt_len=4, max_tokens=99) for i in range(2)]
+    scheduler = SimpleNamespace(policy=Full(), finish=lambda _: None)
+    reader = loop.Loop(tiny(), Sampling(stop_ids=()), [], sequences, scheduler, None, None, None)
+    logprobs = np.array([[-1.0, -1.0], [-1.0, np.nan]], dtype=np.float32)
+    with pytest.raises(FloatingPointError, match=r"request 1 .* at token 1;"):
+        reader.read_flight(sequences, Drawn(np.ones((2, 2), dtype=int), logprobs, None, None))
 
 
 @pytest.mark.parametrize("ends", [True, False])

@@ -78,11 +78,25 @@ def test_an_end_token_says_more_than_the_string_it_completes(tiny):
     assert (sequence.num_tokens, sequence.finish_reason) == (2, "stop")
 
 
-def read(loaded, sampling: Sampling, *fetched: list[int]) -> Sequence:
+def test_a_stop_string_says_more_than_what_comes_after_it(tiny):
+    sequence = read(tiny(), Sampling(stop=("b",), stop_ids=(9,)), [97, 98, 99, 9])
+    assert (sequence.num_tokens, sequence.finish_reason) == (2, "stop_string")
+    sequence = read(tiny(), Sampling(stop=("b",), stop_ids=()), [97, 98, 99], max_tokens=3)
+    assert (sequence.num_tokens, sequence.finish_reason) == (2, "stop_string")
+
+
+def test_the_newest_tokens_are_found_in_as_many_parts_as_it_takes(tiny):
+    sequence = read(tiny(), Sampling(stop_ids=()), [1], [2, 3, 4], [5, 6])
+    assert [sequence.newest(count) for count in (0, 1, 2, 3, 5, 9)] == [
+        [], [6], [5, 6], [4, 5, 6], [2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 6]
+    ]  # fmt: skip
+
+
+def read(loaded, sampling: Sampling, *fetched: list[int], max_tokens: int = 99) -> Sequence:
     """A sequence that has been given these tokens, fetch by fetch."""
     scheduler = SimpleNamespace(policy=Full(), finish=lambda _: None)
     loop = Loop(loaded, sampling, [], [], scheduler, None, None, None)
-    sequence = Sequence(request=0, prompt_idx=0, prompt_len=1, max_tokens=99)
+    sequence = Sequence(request=0, prompt_idx=0, prompt_len=1, max_tokens=max_tokens)
     for tokens in fetched:
         row = np.array([tokens])
         loop.read_flight([sequence], Drawn(row, np.zeros(row.shape, dtype=np.float32), None, None))

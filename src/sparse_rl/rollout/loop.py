@@ -58,7 +58,7 @@ class Progress:
 
 @dataclass(slots=True)
 class Flight:
-    """Steps whose tokens have not been read: row i is the next tokens of sequence i."""
+    """Steps whose tokens have not been read, in the order of these sequences."""
 
     sequences: list[Sequence]
     steps: int
@@ -205,35 +205,31 @@ class Loop:
             first += flight.steps
 
     def read_flight(self, sequences: list[Sequence], drawn: Drawn) -> None:
-        """Give each sequence its row, up to its end if that is in it.
+        """Give each sequence what was drawn for it, up to its end if that is among it.
 
-        What can be asked of all rows at once is: a rollout of a small model waits for this, not for the device.
+        Ends are looked for in all of it at once: a rollout of a small model waits for this, not for the device.
         """
         ends = np.isin(drawn.tokens, self.stop_ids)
-        is_finite = np.isfinite(drawn.logprobs)
-        ended, finite = ends.max(axis=1).tolist(), is_finite.min(axis=1).tolist()
-        counts = np.where(ended, ends.argmax(axis=1) + 1, ends.shape[1]).tolist()
-        for row, sequence in enumerate(sequences):
+        ended, finite = ends.max(axis=1), np.isfinite(drawn.logprobs).min(axis=1)
+        counts = np.where(ended, ends.argmax(axis=1) + 1, ends.shape[1])
+        found = zip(sequences, counts.tolist(), ended.tolist(), finite.tolist(), strict=True)
+        for i, (sequence, count, has_ended, is_finite) in enumerate(found):
             if sequence.finish_reason is not None:
                 continue
-            count, reason = counts[row], self.reason(sequence, counts[row], ended[row])
+            reason: FinishReason | None = "stop" if has_ended else None
+            if reason is None and sequence.num_tokens + count >= sequence.max_tokens:
+                reason = "length"
             if self.sampling.stop:
                 # An end token says more than the string that it completes.
-                tokens = drawn.tokens[row, : count - ended[row]].tolist()
+                tokens = drawn.tokens[i, : count - has_ended].tolist()
                 if (completed := self.completes_stop(sequence.newest(self.stop_tail), tokens)) is not None:
                     count, reason = completed, "stop_string"
-            if not finite[row]:
-                check_finite(sequence, drawn.logprobs[row, :count])
-            sequence.parts.append((drawn, row))
-            self.count(sequence, count)
+            if not is_finite:
+                check_finite(sequence, drawn.logprobs[i, :count])
+            sequence.parts.append((drawn, i))
+            self.note(sequence, count)
             if reason is not None:
                 self.finish(sequence, reason)
-
-    def reason(self, sequence: Sequence, count: int, ended: bool) -> FinishReason | None:
-        """Why a sequence is at its end after so many tokens more, if it is."""
-        if ended:
-            return "stop"
-        return "length" if sequence.num_tokens + count >= sequence.max_tokens else None
 
     def completes_stop(self, so_far: list[int], tokens: list[int]) -> int | None:
         """How many of the tokens complete a stop string, if they do."""
@@ -243,7 +239,7 @@ class Loop:
                     return i + 1
         return None
 
-    def count(self, sequence: Sequence, num_tokens: int) -> None:
+    def note(self, sequence: Sequence, num_tokens: int) -> None:
         """Note that a sequence has so many tokens more, and what their decode steps held and read."""
         before = max(sequence.num_tokens - 1, 0)  # decode steps; the first token came from the prefill
         sequence.num_tokens += num_tokens

@@ -26,9 +26,9 @@ class Sequence:
     num_entries: int = 0  # physical: entries held per layer and KV head
     num_cut: int = 0  # entries that its last compression left; 0 before the first
 
-    num_drawn: int = 0  # tokens drawn; `num_tokens` follows when they have come from the device
-    num_tokens: int = 0
-    parts: list[tuple[Drawn, int]] = field(default_factory=list)  # and rows where they are, with what came after an end
+    num_drawn: int = 0  # tokens drawn
+    num_tokens: int = 0  # of them, those that have come from the device; none after its end
+    parts: list[tuple[Drawn, int]] = field(default_factory=list)  # what came, and the place of its own in each
 
     key: int = 0  # random key of the request
     held: list[int] = field(default_factory=list)  # entries at each decode step
@@ -43,18 +43,19 @@ class Sequence:
         return self.prompt_len + self.num_drawn - 1
 
     def joined(self, what: Literal["tokens", "logprobs", "top_ids", "top_logprobs"]) -> torch.Tensor:
-        """What has come from the device, one row a token."""
-        parts = [getattr(drawn, what)[row] for drawn, row in self.parts]
+        """What has come from the device, token by token."""
+        parts = [getattr(drawn, what)[i] for drawn, i in self.parts]
         return torch.from_numpy(np.concatenate(parts)[: self.num_tokens])
 
     def newest(self, count: int) -> list[int]:
-        """The last tokens that have come from the device, at most so many."""
-        found: list[int] = []
-        for drawn, row in reversed(self.parts):
-            if len(found) >= count:
+        """The last tokens that have come from the device, at most so many, before its end."""
+        found: list[list[int]] = []
+        for drawn, i in reversed(self.parts):
+            if count <= 0:
                 break
-            found = drawn.tokens[row].tolist() + found
-        return found[-count:]
+            found.append(drawn.tokens[i, -count:].tolist())
+            count -= len(found[-1])
+        return [token for part in reversed(found) for token in part]
 
     @property
     def final_entries(self) -> int:
