@@ -78,6 +78,11 @@ def test_an_end_token_says_more_than_the_string_it_completes(tiny):
     assert (sequence.num_tokens, sequence.finish_reason) == (2, "stop")
 
 
+def test_an_end_token_says_more_than_the_limit_it_reaches(tiny):
+    sequence = read(tiny(), Sampling(stop_ids=(9,)), [97, 9], max_tokens=2)
+    assert (sequence.num_tokens, sequence.finish_reason) == (2, "stop")
+
+
 def test_a_stop_string_says_more_than_what_comes_after_it(tiny):
     sequence = read(tiny(), Sampling(stop=("b",), stop_ids=(9,)), [97, 98, 99, 9])
     assert (sequence.num_tokens, sequence.finish_reason) == (2, "stop_string")
