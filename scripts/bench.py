@@ -94,8 +94,8 @@ def main() -> None:
         parser.error(f"no file has {' or '.join(args.only)} in its name; there are {', '.join(FILES[args.machine])}")
     todo = {name: outdated(read(RESULTS, name), commit) for name in names}
     if args.list:
-        for name, commands in todo.items():
-            print(*(command + f"  # {TIMES[name]} times" * (name in TIMES) for command in commands), sep="\n")
+        for name, command in ((name, command) for name, commands in todo.items() for command in commands):
+            print(command + (f"  # {TIMES[name]} times" if name in TIMES else ""))
         return
     before = Path("runs/bench") / commit / "before"
     if not before.exists():

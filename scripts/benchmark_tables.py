@@ -10,6 +10,7 @@ from statistics import mean
 from typing import Any
 
 from sparse_rl.kv.schedule import Schedule
+from sparse_rl.objective.correction import PRESETS
 from sparse_rl.report.evidence import collapsed, read_evidence
 from sparse_rl.report.evidence_claims import number
 from sparse_rl.report.markdown import table
@@ -77,7 +78,6 @@ ARMS = {  # of the evidence, as the README calls them
     "tis": "sparse, `tis`",
     "icepop": "sparse, `icepop`",
 }
-STRICT = 0.01  # the veto of the preset
 
 
 def arms(bed: str) -> str:
@@ -96,7 +96,12 @@ def arms(bed: str) -> str:
     for arm, label in ARMS.items():
         rows.append([label, *(end(arm, budget) for budget in budgets)])
         if arm == "sparse_rl":
-            rows.append(["sparse, `strict` (both, a stricter veto)", *(end(arm, budget, STRICT) for budget in budgets)])
+            rows.append(
+                [
+                    "sparse, `strict` (both, a stricter veto)",
+                    *(end(arm, budget, PRESETS["strict"].veto) for budget in budgets),
+                ]
+            )
     head = ["rollouts", *(f"{percent(share)} {'of KV ' * (not i)}saved" for i, share in enumerate(saved))]
     return table(head, [row + [""] * (len(head) - len(row)) for row in rows]) + commit(*evidence.trained(bed))
 

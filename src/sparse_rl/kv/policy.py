@@ -215,8 +215,10 @@ class EvictPolicy(KVPolicy, ABC):
 
 
 def store_tallies(pool_PKS: torch.Tensor, entries: Entries) -> None:
-    """Write tallies to the rows' pages, where they move with their entries; what fills tables up is nobody's
-    page, or one of the row's own that it has not come to: there they are masked until it has."""
+    """Write tallies to the rows' pages, where they move with their entries; what fills tables up is nobody's page.
+
+    Or one of the row's own that it has not come to, where they are masked until it has.
+    """
     assert entries.tally_BKS is not None
     tally_BKNS = entries.tally_BKS.unflatten(-1, (entries.pages_BN.shape[1], -1))
     pool_PKS[entries.pages_BN] = tally_BKNS.transpose(1, 2).to(pool_PKS.dtype)
