@@ -100,7 +100,7 @@ def train(cell: Cell, device: str, models: Path) -> dict[str, Any]:
         task,
         kv=policy,
         sampling=Sampling(n=bed["n"], max_tokens=task.chain_len + 16),
-        engine=EngineConfig(rows=bed["prompts"] * bed["n"], compile=False),
+        engine=EngineConfig(rows=bed["prompts"] * bed["n"], compile=bed["compiled"]),
         correction=correction,
         update=UpdateConfig(
             max_tokens=bed["max_tokens"], updates_per_rollout=settings["updates_per_rollout"], compile=False
@@ -178,7 +178,7 @@ def measure(cell: Cell, device: str, models: Path) -> dict[str, Any]:
     sampling = Sampling(
         n=MEASURED_N, max_tokens=task.chain_len + 16, top_logprobs=overlap_ids(loaded.vocab_size), seed=settings["seed"]
     )
-    engine = Engine(loaded, policy, EngineConfig(rows=count * MEASURED_N, compile=False))
+    engine = Engine(loaded, policy, EngineConfig(rows=count * MEASURED_N, compile=bed["compiled"]))
     rollouts = engine.generate(prompts, sampling)
     engine.release()
     rewards = task.rewards.grade(rollouts, loaded.tokenizer).rewards.view(count, MEASURED_N)
@@ -216,7 +216,7 @@ def calibrate(cell: Cell, device: str, models: Path) -> dict[str, Any]:
         policy=policy_of(settings["policy"], settings["largest"], bed),
         prompts=task.stream(0, count * MEASURED_N, 1000),  # one sample each, so that rollouts differ as in training
         sampling=Sampling(n=1, max_tokens=task.chain_len + 16),
-        engine=EngineConfig(rows=count * MEASURED_N, compile=False),
+        engine=EngineConfig(rows=count * MEASURED_N, compile=bed["compiled"]),
         config=config,
     )
     schedules: dict[str, Any] = {}
@@ -298,7 +298,7 @@ class Checks(Observer):
 
 
 def engine_of(loaded: LoadedModel, policy: KVPolicy, bed: dict[str, Any]) -> Engine:
-    return Engine(loaded, policy, EngineConfig(rows=min(ROWS, bed["problems"]), compile=False))
+    return Engine(loaded, policy, EngineConfig(rows=min(ROWS, bed["problems"]), compile=bed["compiled"]))
 
 
 def accuracy(engine: Engine, task: Chain, problems: int, n: int = 1) -> list[float | None]:
