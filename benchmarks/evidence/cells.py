@@ -58,7 +58,7 @@ class Testbed:
     sweep: tuple[int, ...] = (22, 45, 67, 90, 134, 179)
     problems: int = 1024  # held out
     whole: bool = True  # or without parts f and g and the runs of part d, which a shorter one has
-    compiled: bool = False  # the decode step: a quarter of the kernels, where runs are long enough to pay for it
+    compiled: bool = False  # the decode step: fewer kernels, where runs are long enough to pay for it
 
 
 SHORT = Testbed(name="short")

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -89,6 +90,19 @@ def test_progress_is_reported_as_it_goes(tiny, prompts, device):
     assert (seen[-1].num_finished, seen[-1].num_requests, seen[-1].num_tokens) == (3, 3, 90)
     assert seen[-1].held_so_far == sum(sum(r.kv.held) for r in rollouts)
     assert seen[-1].full_so_far == sum(r.kv.full for r in rollouts)
+
+
+def test_a_garbage_collector_gets_no_more_to_look_through_with_every_row(tiny, prompts, device):
+    """Else it stops long rollouts for as long as it takes to look through all that torch has."""
+    rows, marks, tracked = 32, [48, 176], []
+
+    def count(progress):
+        if len(tracked) < len(marks) and progress.num_steps >= marks[len(tracked)]:
+            tracked.append(len(gc.get_objects()))
+
+    engine(tiny(), rows=rows).generate(prompts(5), Sampling(max_tokens=200, n=rows, stop_ids=()), on_step=count)
+    fetches = (marks[1] - marks[0]) / loop.pace(torch.device(device))[0]
+    assert tracked[1] - tracked[0] < 4 * fetches
 
 
 def test_no_prompts_no_rollouts(tiny):

@@ -226,7 +226,8 @@ class Loop:
                     count, reason = completed, "stop_string"
             if not is_finite:
                 check_finite(sequence, drawn.logprobs[i, :count])
-            sequence.parts.append((drawn, i))
+            sequence.parts.append(drawn)
+            sequence.places.append(i)
             self.note(sequence, count)
             if reason is not None:
                 self.finish(sequence, reason)

@@ -28,7 +28,9 @@ class Sequence:
 
     num_drawn: int = 0  # tokens drawn
     num_tokens: int = 0  # of them, those that have come from the device; none after its end
-    parts: list[tuple[Drawn, int]] = field(default_factory=list)  # what came, and the place of its own in each
+    # What came, and the place of its own in each; no pairs, which a garbage collector would look through meanwhile.
+    parts: list[Drawn] = field(default_factory=list)
+    places: list[int] = field(default_factory=list)
 
     key: int = 0  # random key of the request
     held: list[int] = field(default_factory=list)  # entries at each decode step
@@ -44,13 +46,13 @@ class Sequence:
 
     def joined(self, what: Literal["tokens", "logprobs", "top_ids", "top_logprobs"]) -> torch.Tensor:
         """What has come from the device, token by token."""
-        parts = [getattr(drawn, what)[i] for drawn, i in self.parts]
+        parts = [getattr(drawn, what)[i] for drawn, i in zip(self.parts, self.places, strict=True)]
         return torch.from_numpy(np.concatenate(parts)[: self.num_tokens])
 
     def newest(self, count: int) -> list[int]:
         """The last tokens that have come from the device, at most so many, before its end."""
         found: list[list[int]] = []
-        for drawn, i in reversed(self.parts):
+        for drawn, i in zip(reversed(self.parts), reversed(self.places), strict=True):
             if count <= 0:
                 break
             found.append(drawn.tokens[i, -count:].tolist())
