@@ -96,12 +96,8 @@ def arms(bed: str) -> str:
     for arm, label in ARMS.items():
         rows.append([label, *(end(arm, budget) for budget in budgets)])
         if arm == "sparse_rl":
-            rows.append(
-                [
-                    "sparse, `strict` (both, a stricter veto)",
-                    *(end(arm, budget, PRESETS["strict"].veto) for budget in budgets),
-                ]
-            )
+            strict = [end(arm, budget, PRESETS["strict"].veto) for budget in budgets]
+            rows.append(["sparse, `strict` (both, a stricter veto)", *strict])
     head = ["rollouts", *(f"{percent(share)} {'of KV ' * (not i)}saved" for i, share in enumerate(saved))]
     return table(head, [row + [""] * (len(head) - len(row)) for row in rows]) + commit(*evidence.trained(bed))
 

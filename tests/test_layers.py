@@ -77,3 +77,15 @@ def test_the_way_to_the_kernel_is_the_one_that_contributing_shows(tmp_path, monk
     files = [file for file in dict.fromkeys(file for file, _ in calls) if file not in passed]
     assert [file for file, _ in way] == [*files, "kernels/decode"]
     assert len(way) <= 8 and all((file, name.split(".")[-1]) in calls for file, name in way[:-1])
+
+
+def test_files_and_functions_can_be_read_at_a_sitting():
+    """400 lines and 80; above a longer function stands why it is one."""
+    folders = [Path(__file__).parents[1] / name for name in ("src", "scripts", "benchmarks", "tests")]
+    for path in (path for folder in folders for path in folder.rglob("*.py")):
+        source = path.read_text()
+        assert source.count("\n") <= 400, f"{path} has {source.count(chr(10))} lines"
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno - node.lineno >= 80:
+                above = source.splitlines()[node.lineno - len(node.decorator_list) - 2]
+                assert above.startswith("# In one piece: "), f"{path}: {node.name} has over 80 lines"

@@ -169,6 +169,37 @@ def test_a_resumed_run_keeps_its_settings_and_a_given_flag_wins(own, tmp_path, c
     assert "kv.policy rkv is now streaming" in caplog.text and "trainer.steps 2 is now 3" in caplog.text
 
 
+@pytest.mark.parametrize("damaged", ["", "not json", "[]"])
+def test_a_run_whose_record_is_damaged_keeps_its_settings_too(finished, damaged, tmp_path, caplog):
+    """A checkpoint has them as well; without one, nothing knows them, and the default recipe's are not the run's."""
+    folder = tmp_path / "run"
+    shutil.copytree(finished[0], folder)
+    before = settings_of(folder)
+    (folder / "run.json").write_text(damaged)
+    resume = ["--trainer.output_dir", str(folder), "--trainer.resume_from_checkpoint", "true", "--trainer.steps", "3"]
+    code, _, err = train(*resume)
+    assert code == 0 and "steps 2 to 3" in err and "run.json was damaged; it is written anew" in caplog.text
+    assert settings_of(folder) == before | {"trainer": before["trainer"] | {"steps": 3, "output_dir": str(folder)}}
+
+    for checkpoint in folder.glob("checkpoint-*"):
+        shutil.rmtree(checkpoint)
+    (folder / "run.json").write_text(damaged)
+    state = contents(folder)
+    assert_one_sentence(train(*resume), "run.json is damaged, and no checkpoint has", "another --trainer.output_dir")
+    assert contents(folder) == state
+
+
+def test_a_log_that_is_no_runs_is_named(finished, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(finished[0], folder)
+    for checkpoint in folder.glob("checkpoint-*"):
+        shutil.rmtree(checkpoint)
+    for line in ('{"step": 4, "rew', "[1]", "{}", '{"step": null}'):
+        (folder / "metrics.jsonl").write_text(line + "\n")
+        result = train(*CHAIN, "--trainer.output_dir", str(folder), "--resume_from_checkpoint")
+        assert_one_sentence(result, f"{folder / 'metrics.jsonl'} has lines that are no run's; mend it, or give another")
+
+
 def test_infinite_settings_are_written_as_json_and_kept(own, tmp_path, caplog):
     folder = tmp_path / "run"
     infinite = {"correction.upper", "update.max_grad_norm", "loss.clip_high"}

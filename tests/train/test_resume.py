@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
 import signal
@@ -175,6 +176,20 @@ def test_going_back_says_what_it_removes_and_checks_first(whole, tmp_path, caplo
     assert f"{last.name} removed: the run goes on from step" in caplog.text
     assert "run.json was damaged" in caplog.text
     assert_same_run(run, whole)
+
+
+def test_a_full_disk_at_the_start_asks_for_a_new_start(tmp_path, monkeypatch):
+    """There is no run to resume as long as run.json is missing."""
+
+    def full(descriptor):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", full)
+        with pytest.raises(OSError, match=r"run.json could not be written \(.*make room on the disk, then start again"):
+            small_trainer(tmp_path / "run").train()
+    small_trainer(tmp_path / "run", steps=1).train()
+    assert (tmp_path / "run" / "run.json").exists()
 
 
 def test_a_run_whose_checkpoints_are_gone_keeps_its_logs(whole, tmp_path):

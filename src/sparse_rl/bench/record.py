@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A measurement as JSON: what was run, where, by which code; one file holds several, one a label."""
+"""A measurement as JSON: what was run, where, by which code; one file holds several, one a label.
+
+Nothing is timed here.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the tokens of all runs to statistics by context length, and to the schedule that they give."""
+"""From the tokens of all runs to statistics by context length, and to the schedule that they give.
+
+Nothing is sampled here.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a calibration tries, and what it asks of what it finds."""
+"""What a calibration tries, and what it asks of what it finds. What a budget costs is `cost.py`'s."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which budgets to try, which contexts to pool, and the cheapest budgets that hold a tail."""
+"""Which budgets to try, which contexts to pool, and the cheapest budgets that hold a tail. Nothing is measured here."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Going on with a run: what the command line does not give comes from the run's own settings, in run.json."""
+"""Going on with a run: what the command line does not give comes from the run's own record."""
 
 from __future__ import annotations
 

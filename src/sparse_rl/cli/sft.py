@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`sparse-rl sft`: completions to imitate in, a run folder out."""
+"""`sparse-rl sft`: completions to imitate in, a run folder out. Checked here, used in train/sft.py."""
 
 from __future__ import annotations
 

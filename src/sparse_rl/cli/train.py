@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`sparse-rl train`: settings in, a run folder out."""
+"""`sparse-rl train`: settings in, a run folder out. Checked here, used in train/trainer.py."""
 
 from __future__ import annotations
 
@@ -164,7 +164,8 @@ def train_parser(
     add_config(parser)
     add_model(parser, default="embedded")
     if command == "train":
-        parser.add_argument("--dry-run", action="store_true", help="print all settings as YAML and the plan, and stop")
+        words = "print all settings as YAML and the plan, and stop; no plan where model or device is not at hand"
+        parser.add_argument("--dry-run", action="store_true", help=words)
     parser.add_argument("--unsafe-code", action="store_true", help="the same as --grading.unsafe_code true")
     add_section(parser, "trainer", TrainerConfig)
     add_task_section(parser)

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mean reward on held-out prompts with its standard error."""
+"""Mean reward on held-out prompts with its standard error, while a model trains.
+
+Benchmarks are those of `benchmarks.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A benchmark made ready: its problems, how they are run and graded, and the prompts a model gets."""
+"""A benchmark made ready: its problems, how they are run and graded, and the prompts a model gets.
+
+Nothing runs here.
+"""
 
 from __future__ import annotations
 

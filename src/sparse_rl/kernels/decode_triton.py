@@ -255,6 +255,7 @@ def offsets_of(pool: LayerPool) -> torch.Tensor:
     return pool.offsets if pool.offsets is not None else _no_offsets(pool.k_PKSD.device)
 
 
+# In one piece: thirty of its lines name arguments, and the loop reads most of what comes before it.
 @triton.jit  # type: ignore[untyped-decorator]
 def _decode_attention(  # type: ignore[no-untyped-def]
     q,

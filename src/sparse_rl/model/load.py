@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Hugging Face model and tokenizer by name, ready for our attention, or one sentence that says why not."""
+"""A Hugging Face model and tokenizer by name, ready for our attention, or one sentence that says why not.
+
+What is in no folder transformers looks for on the hub. Whole and on one device: shards are made in train/shard.py.
+"""
 
 from __future__ import annotations
 

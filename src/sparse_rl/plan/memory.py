@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run holds, line by line, and whether it fits: pure arithmetic on records of numbers."""
+"""What a run holds, line by line, and whether it fits: pure arithmetic on records of numbers.
+
+How large a model is, and what a device has, is found out in `size.py` and `device.py`; what to change, in `advice.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What stays for the whole run: weights, the optimiser's state, and adapters."""
+"""What stays for the whole run: weights, the optimiser's state, and adapters. What comes and goes is in `memory.py`."""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory that runs out: what that looks like, and an engine that goes on with less at once."""
+"""Memory that runs out: what that looks like, and an engine that goes on with less at once.
+
+For what nobody foresaw; what a run needs is `plan`'s, and how large the cache is made the engine's.
+"""
 
 from __future__ import annotations
 

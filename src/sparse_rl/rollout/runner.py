@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the scheduler's integers to tensors: prefill, start, decode, compress, save and restore."""
+"""From the scheduler's integers to tensors: prefill, start, decode, compress, save and restore.
+
+Nothing is decided here: who runs, and on which pages, is the scheduler's; which entries a cut keeps, the policy's.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One request on its way: where its cache is, what it has sampled."""
+"""One request on its way: where its cache is, what it has sampled.
+
+When it runs is the scheduler's, when it ends the loop's.
+"""
 
 from __future__ import annotations
 

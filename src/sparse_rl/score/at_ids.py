@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Log-probs at several ids of each token, with a gradient; chunk by chunk, each computed again in the backward pass."""
+"""Log-probs at several ids of each token, with a gradient; chunk by chunk, each computed again in the backward pass.
+
+Those of the sampled tokens alone are `head.py`'s.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a row to the tokens a rollout starts from."""
+"""From a row to the tokens a rollout starts from.
+
+What files a row may come from is in `files.py`, how it is graded in `rewards.py`.
+"""
 
 from __future__ import annotations
 

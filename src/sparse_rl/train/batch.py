@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A batch of rollouts and what is known of their tokens, in one process or several."""
+"""A batch of rollouts and what is known of their tokens, in one process or several.
+
+Scored and corrected, not yet learnt.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The settings of a run, and what they may not be together."""
+"""The settings of a run, and what they may not be together. Those of a component are where it is."""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The run folder: whose it is, which checkpoint to go on from, and run.json."""
+"""The run folder: whose it is, which checkpoint to go on from, and run.json.
+
+Only read here, but for run.json; `run.py` opens it and saves into it.
+"""
 
 from __future__ import annotations
 
@@ -48,12 +51,11 @@ def chosen_checkpoint(config: RunConfig) -> Path | None:
     if found and given is True:
         return found[-1]
     if given is True:
-        lines = read_log(run / "metrics.jsonl") if (run / "metrics.jsonl").exists() else []
+        taken = steps_taken(run / "metrics.jsonl")
         saved_every = recorded(run).get("config", {}).get("trainer", {}).get("save_every", config.save_every)
-        if saved_every and lines and lines[-1]["step"] > saved_every:
+        if saved_every and taken > saved_every:
             raise ValueError(
-                f"{run} has taken {lines[-1]['step']} steps, but its checkpoints are gone; give another "
-                "--trainer.output_dir."
+                f"{run} has taken {taken} steps, but its checkpoints are gone; give another --trainer.output_dir."
             )
         logger.warning("%s has no checkpoint yet; the run starts over.", run)
         return None
@@ -61,6 +63,16 @@ def chosen_checkpoint(config: RunConfig) -> Path | None:
         names = ", ".join(path.name for path in found) or "none"
         raise ValueError(f"{given} is not a checkpoint of {run}, which has {names}.")
     return Path(given)
+
+
+def steps_taken(log: Path) -> int:
+    """The last step in a run's log, 0 if there is none."""
+    try:
+        return int(read_log(log)[-1]["step"])
+    except (FileNotFoundError, IndexError):
+        return 0
+    except (ValueError, TypeError, KeyError):
+        raise ValueError(f"{log} has lines that are no run's; mend it, or give another --trainer.output_dir.") from None
 
 
 def chosen_state(config: RunConfig, optimizer_kind: str) -> tuple[Path | None, dict[str, Any]]:
@@ -99,16 +111,22 @@ def start_record(run: Path, settings: dict[str, Any], loaded: LoadedModel, num_p
         "trainable_parameters": sum(p.numel() for p in loaded.model.parameters() if p.requires_grad),
         "started": started or datetime.now(UTC).isoformat(timespec="seconds"),
     }
-    write_json(path, record)
+    write_json(path, record, *([] if path.exists() else ["make room on the disk, then start again"]))
 
 
 def recorded(run: Path) -> dict[str, Any]:
-    """What run.json says; nothing if it is missing or damaged."""
-    try:
-        record = json.loads((run / "run.json").read_text())
-    except (OSError, ValueError):
-        return {}
-    return record if isinstance(record, dict) else {}
+    """What run.json says, nothing if there is none; if it is damaged, the settings that a checkpoint has of the run."""
+    path = run / "run.json"
+    with suppress(ValueError):
+        record = json.loads(path.read_bytes()) if path.exists() else {}
+        if isinstance(record, dict):
+            return record
+    for folder in reversed(checkpoint.checkpoints(run)):
+        with suppress(ValueError):
+            return {"config": checkpoint.read_state(folder)["settings"]}
+    raise ValueError(
+        f"{path} is damaged, and no checkpoint has the run's settings; mend it, or give another --trainer.output_dir."
+    )
 
 
 def task_settings(task: Any) -> dict[str, Any]:

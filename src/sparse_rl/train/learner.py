@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The module with its fp32 masters, its optimiser and its learning rate."""
+"""The module with its fp32 masters, its optimiser and its learning rate.
+
+Losses and gradients are those of `update.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much of the GPU a stage took, to be held against the plan."""
+"""How much of the GPU a stage took, to be held against the plan. Never the host's memory."""
 
 from __future__ import annotations
 

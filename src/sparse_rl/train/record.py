@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a step leaves behind for people: numbers about rollouts, completions, and why some were rejected."""
+"""What a step leaves behind for people: numbers about rollouts, completions, and why some were rejected.
+
+Nothing hangs on it; what raises an alarm is in `alarms.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a run stands, and its folder: opened once, resumed from a checkpoint, saved into."""
+"""Where a run stands, and its folder: opened once, resumed from a checkpoint, saved into.
+
+What a step does is the trainer's, what a checkpoint holds that of `checkpoint.py`.
+"""
 
 from __future__ import annotations
 

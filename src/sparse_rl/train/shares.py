@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The work of a step in shares, one a process: completions to grade, microbatches to learn from."""
+"""The work of a step in shares, one a process: completions to grade, microbatches to learn from.
+
+How processes talk is in `processes.py`, how weights are sharded in `shard.py`.
+"""
 
 from __future__ import annotations
 
