@@ -68,11 +68,13 @@ def cache_of(kv: dict[str, Any]) -> str:
     return f"{name} {kv['budget']} + {kv['interval']}" if "interval" in kv else name
 
 
-ARMS = {  # of the evidence, as the README calls them
+ARMS = {  # of the evidence: a preset, or `dense`
+    "dense": "dense cache (nothing saved)",
     "naive": "sparse, no correction (naive)",
     "reject_only": "sparse, rejection only",
     "reweight_only": "sparse, reweighting only",
-    "sparse_rl": "**sparse, `sparse_rl`** (both)",
+    "sparse_rl": "sparse, `sparse_rl` (both)",
+    "strict": "sparse, `strict` (both, a stricter veto)",
     "bounded": "sparse, `bounded`",
     "sparse_rl_release": "sparse, `sparse_rl_release`",
     "tis": "sparse, `tis`",
@@ -80,26 +82,25 @@ ARMS = {  # of the evidence, as the README calls them
 }
 
 
-def arms(bed: str) -> str:
+def arms(bed: str, *chosen: str) -> str:
     """Accuracy with the dense cache after training, by arm and by how much of the cache was saved."""
     evidence = read_evidence(EVIDENCE)
     budgets, start = evidence.bed(bed)["budgets"], evidence.start(bed)
     saved = [evidence.curve(bed, "sparse_rl", budget, "kv_saved", slice(None)).mean for budget in budgets]
 
-    def end(arm: str, budget: int, eps: float | None = None) -> str:
+    def end(arm: str, budget: int) -> str:
+        arm, eps = ("sparse_rl", PRESETS["strict"].veto) if arm == "strict" else (arm, None)
         runs = evidence.runs(bed, arm, budget, eps=eps)
         lost = sum(collapsed(run, start) for run in runs)
         told = f" ({lost} of {len(runs)} collapse)" if lost else ""
-        return number(evidence.end(bed, arm, budget, eps=eps)) + told if runs else ""
+        return number(evidence.end(bed, arm, budget, eps=eps)) + told if runs else "not tried"
 
-    rows = [["before training", number(start)], ["dense cache", end("dense", 0)]]
-    for arm, label in ARMS.items():
-        rows.append([label, *(end(arm, budget) for budget in budgets)])
-        if arm == "sparse_rl":
-            strict = [end(arm, budget, PRESETS["strict"].veto) for budget in budgets]
-            rows.append(["sparse, `strict` (both, a stricter veto)", *strict])
-    head = ["rollouts", *(f"{percent(share)} {'of KV ' * (not i)}saved" for i, share in enumerate(saved))]
-    return table(head, [row + [""] * (len(head) - len(row)) for row in rows]) + commit(*evidence.trained(bed))
+    rows = [["before training", *[number(start)] * len(budgets)]]
+    for arm in chosen or ARMS:
+        cells = [end(arm, 0)] * len(budgets) if arm == "dense" else [end(arm, budget) for budget in budgets]
+        rows.append([ARMS[arm], *cells])
+    head = ["rollouts", *(f"{percent(share)} of KV saved" for share in saved)]
+    return table(head, rows) + commit(*evidence.trained(bed))
 
 
 def measured() -> str:
@@ -324,19 +325,21 @@ def luck() -> str:
     return table(("entries", f"P05 at contexts of {low} to {high}", "rollouts with xi < 1e-4"), rows) + commit(record)
 
 
-def inference() -> str:
-    """SmolLM2 on every benchmark with every cache: a line a model and cache."""
+def inference(*chosen: str) -> str:
+    """SmolLM2 on every benchmark: a line a model and cache; with the warm start alone, where caches are chosen."""
     record = read("eval_smollm2")
     names = ("GSM8K", "SVAMP", "MultiArith", "SingleOp", "look-up of 15", "look-up of 60")
     rows = []
     for model, called in zip(record["models"], ("instruct", "warm start"), strict=True):
-        for cache in dict.fromkeys(cell["cache"] for cell in record["cells"]):
+        if chosen and called == "instruct":
+            continue
+        for cache in chosen or dict.fromkeys(cell["cache"] for cell in record["cells"]):
             cells = [cell for cell in record["cells"] if (cell["model"], cell["cache"]) == (model, cache)]
             assert len(cells) == len(names)
             scores = (cell["metrics"]["pass@1"] for cell in cells)
             rows.append(
                 (
-                    called,
+                    *([] if chosen else [called]),
                     spec_name(cache),
                     *(f"{100 * score['mean']:.1f} ± {100 * score['se']:.1f}" for score in scores),
                     percent(mean(cell["kv_saved_frac"] for cell in cells)),
@@ -345,8 +348,8 @@ def inference() -> str:
                 )
             )
             called = ""
-    heading = ("model", "cache", *names, "KV saved", "KV read", "tokens per answer")
-    return table(heading, rows, align="ll" + "r" * 9) + commit(record)
+    heading = (*([] if chosen else ["model"]), "cache", *names, "KV saved", "KV read", "tokens per answer")
+    return table(heading, rows, align="l" * (1 if chosen else 2) + "r" * 9) + commit(record)
 
 
 def spec_name(spec: str) -> str:

@@ -77,9 +77,19 @@ def save(
 
 def read_state(folder: Path) -> dict[str, Any]:
     """A checkpoint's record, if all its files are there in full."""
+    state = read_record(folder)
+    wrong = damage(folder, state["files"])
+    if wrong:
+        raise ValueError(f"checkpoint {folder} is damaged: {wrong}; resume from an earlier one.")
+    return state
+
+
+def read_record(folder: Path) -> dict[str, Any]:
+    """A checkpoint's record, whatever became of its other files."""
     try:
         state: dict[str, Any] = dict(json.loads((folder / STATE).read_text()))
-        files = dict(state.get("files", {}))
+        if "files" in state:
+            state["files"] = dict(state["files"])
     except (OSError, ValueError, TypeError) as error:
         raise ValueError(
             f"{folder} is not a checkpoint of a run: its {STATE} is missing or damaged; choose another."
@@ -90,9 +100,6 @@ def read_state(folder: Path) -> dict[str, Any]:
                 f"{folder / STATE} has no {key!r}: it is damaged, or another version's; choose another checkpoint, or "
                 f"start a run from its weights (--model {folder})."
             )
-    wrong = damage(folder, files)
-    if wrong:
-        raise ValueError(f"checkpoint {folder} is damaged: {wrong}; resume from an earlier one.")
     return state
 
 

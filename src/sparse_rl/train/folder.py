@@ -123,7 +123,7 @@ def recorded(run: Path) -> dict[str, Any]:
             return record
     for folder in reversed(checkpoint.checkpoints(run)):
         with suppress(ValueError):
-            return {"config": checkpoint.read_state(folder)["settings"]}
+            return {"config": checkpoint.read_record(folder)["settings"]}
     raise ValueError(
         f"{path} is damaged, and no checkpoint has the run's settings; mend it, or give another --trainer.output_dir."
     )
