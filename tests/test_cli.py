@@ -43,9 +43,9 @@ def test_without_a_model_it_is_one_that_writes_text(monkeypatch):
 
 
 def test_prompts_from_a_text_file_jsonl_and_stdin(tmp_path, monkeypatch):
-    (tmp_path / "a.txt").write_text("one\n\ntwo\n")
+    (tmp_path / "a.txt").write_text("{one}\n\ntwo\n")
     _, out, _ = run(*TINY, "--prompts", str(tmp_path / "a.txt"), *SHORT)
-    assert [json.loads(line)["prompt"] for line in out.splitlines()] == ["one", "two"]
+    assert [json.loads(line)["prompt"] for line in out.splitlines()] == ["{one}", "two"]
     (tmp_path / "a.jsonl").write_text('{"prompt": "x\\ny"}\n')
     _, out, _ = run(*TINY, "--prompts", str(tmp_path / "a.jsonl"), *SHORT)
     assert [json.loads(line)["prompt"] for line in out.splitlines()] == ["x\ny"]

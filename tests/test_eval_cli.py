@@ -172,6 +172,10 @@ def test_settings_from_a_file(data, tmp_path):
         ("--models tiny --benchmarks lookup --output out --grading.timeout_s .inf", "grading.timeout_s is inf"),
         ("--models no/such/model --benchmarks lookup --output out", "neither a folder nor a hub name"),
         ("--models tiny --benchmarks asdiv --output out --data-dir .", "asdiv/test.jsonl"),
+        (
+            "--models tiny --benchmarks lookup --output out --max-tokens 999 --engine.pool_pages 1",
+            "or shorten the prompt and lower --max-tokens",
+        ),
         ("--models tiny --benchmarks lookup --output out --device cuda:99", "cannot be used here"),
         ("--models tiny --benchmarks lookup --output out --resume", "there is no evaluation to resume"),
         ("--models tiny --benchmarks lookup --output file", "something else than an evaluation"),

@@ -10,11 +10,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 import yaml
-from commands import run
+from commands import assert_one_sentence, run
 
 from sparse_rl.cli.plan import warn_of_memory
 from sparse_rl.cli.train import read, train_parser
 from sparse_rl.model.tiny import tiny_model
+from sparse_rl.plan import Device
 
 SHAPE = ["--shape", "qwen2.5-1.5b", "--sampling.max_tokens", "4096"]
 
@@ -163,6 +164,22 @@ def test_advice_for_several_processes_names_nothing_they_refuse():
     code, out, _ = run("plan", "--shape", "qwen2.5-7b", "--ranks", "2", "--gpu", "a100-40")
     assert code == 1 and "--lora.r" in out
     assert "optimizer.offload" not in out and "adamw_8bit" not in out
+
+
+def test_advice_is_in_the_words_of_the_command(monkeypatch):
+    """A run's processes are torchrun's."""
+    run_settings = ["--dtype", "bfloat16", "--kv.policy", "rkv", "--sampling.max_tokens", "4096"]
+    code, planned, _ = run("plan", "--shape", "qwen2.5-7b", "--gpu", "a100-80", *run_settings)
+    assert code == 1 and "\n  --ranks " in planned and "torchrun" not in planned
+    small = Device(name="small", memory=3_000_000)
+    monkeypatch.setattr("sparse_rl.plan.choose_device", lambda *_, **__: small)
+    code, shown, _ = run("train", "--dry-run")
+    assert code == 0 and "\n#   torchrun --nproc-per-node " in shown and "--ranks" not in shown
+
+
+def test_half_precision_is_refused_before_anything_is_loaded():
+    for command in ("plan", "train"):
+        assert_one_sentence(run(command, "--dtype", "float16"), "train in bfloat16 or float32")
 
 
 def test_a_dry_run_has_the_plan_behind_its_settings():

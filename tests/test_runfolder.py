@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import math
 import shlex
@@ -19,6 +21,7 @@ from sparse_rl.runfolder import (
     differences,
     digests,
     discard,
+    lock,
     publish,
     unfinished,
     write_json,
@@ -138,3 +141,14 @@ def test_damage_names_the_first_file_that_is_not_as_it_was(tmp_path):
     assert damage(tmp_path, files) == "a/one is not what was written"
     (tmp_path / "a/one").unlink()
     assert damage(tmp_path, files) == "a/one is missing"
+
+
+def test_a_file_system_without_locks_is_not_another_process(tmp_path, monkeypatch):
+    def refused(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refused)
+    with pytest.raises(
+        ValueError, match=r"file system without locks \(.*No locks available\); give a folder on another"
+    ):
+        lock(tmp_path)

@@ -83,6 +83,15 @@ def test_a_run_goes_on(arguments, tmp_path, caplog):
     assert [line["step"] for line in read_log(tmp_path / "run" / "metrics.jsonl")] == list(range(7))
 
 
+def test_other_epochs_in_a_file_are_more_steps(finished, tmp_path):
+    folder, file = tmp_path / "run", tmp_path / "more.yaml"
+    shutil.copytree(finished[0], folder)
+    for epochs, steps in (("2", "steps 4 to 4"), ("3", "steps 4 to 6")):
+        file.write_text(f"trainer: {{epochs: {epochs}, output_dir: {folder}, resume_from_checkpoint: true}}\n")
+        code, _, err = sft("--config", str(file))
+        assert code == 0 and steps in err, err
+
+
 def test_a_resumed_run_keeps_its_settings(finished, tmp_path):
     folder = tmp_path / "run"
     shutil.copytree(finished[0], folder)

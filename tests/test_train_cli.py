@@ -66,8 +66,15 @@ def test_a_run_goes_on_and_is_reported(finished, tmp_path):
 
 def test_there_must_be_a_run_to_resume(tmp_path):
     result = train(*CHAIN, "--trainer.output_dir", str(tmp_path / "run"), "--resume_from_checkpoint")
-    assert_one_sentence(result, "there is no run to resume")
+    assert_one_sentence(result, "there is no run to resume", "leave out resume_from_checkpoint")
     assert not (tmp_path / "run").exists()
+
+
+def test_a_checkpoint_of_another_folder_says_which(finished, tmp_path):
+    last = finished[0] / "checkpoint-2"
+    given = ["--trainer.output_dir", str(tmp_path / "run"), "--trainer.resume_from_checkpoint", str(last)]
+    result = train(*CHAIN, *given)
+    assert_one_sentence(result, "there is no run to resume", f"give --trainer.output_dir {finished[0]}.")
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "rejected.jsonl", "checkpoint-3/model.safetensors"])

@@ -159,11 +159,11 @@ class RunLog:
 
     FILES = ("metrics.jsonl", "completions.jsonl", "rejected.jsonl")
 
-    def __init__(self, folder: Path, sizes: dict[str, int] | None = None) -> None:
+    def __init__(self, folder: Path, sizes: dict[str, int] | None = None, names: tuple[str, ...] = FILES) -> None:
         sizes = sizes or {}
         self.check(folder, sizes)
         self.files: dict[str, IO[bytes]] = {}
-        for name in self.FILES:
+        for name in names:
             path, size = folder / name, sizes.get(name, 0)
             file = open(path, "ab")  # noqa: SIM115 - closed by close()
             file.truncate(size)  # lines of steps that will be taken again
@@ -175,7 +175,7 @@ class RunLog:
         for name in cls.FILES:
             path = folder / name
             if sizes.get(name, 0) > (path.stat().st_size if path.exists() else 0):
-                raise ValueError(f"{path} is shorter than its checkpoint knew it; resume a copy of the whole folder.")
+                raise ValueError(f"{path} is shorter than its checkpoint knew it; resume from an earlier checkpoint.")
 
     def write(self, name: str, record: dict[str, Any]) -> None:
         """One line; a number that JSON does not know becomes null."""

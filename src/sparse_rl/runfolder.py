@@ -38,9 +38,12 @@ def lock(folder: Path, doing: str = "training") -> IO[str]:
     file = open(folder / ".lock", "w")  # noqa: SIM115 - held open as long as the run
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
+    except BlockingIOError as error:
         file.close()
         raise ValueError(f"another process is {doing} in {folder}; wait for it, or stop it.") from error
+    except OSError as error:
+        file.close()
+        raise ValueError(f"{folder} is on a file system without locks ({error}); give a folder on another.") from error
     return file
 
 

@@ -309,6 +309,14 @@ def test_cost_command():
     ):
         code, _, err = run("calibrate", "cost", flag, value)
         assert code == 2 and said in err, err
+    for flags, said in (
+        ("--kv rkv:64 --budget 77", "--budget is '77', but nothing reads it with --kv"),
+        ("--device cuda:9", "--device is 'cuda:9', but nothing reads it without --measure"),
+        ("--kv rkv:64 --measure --fixed-ms 2", "--fixed-ms is 2.0, but nothing reads it with --measure"),
+        ("--kv quest:64 --measure --page 24", "--page is 24; to be measured it must be a multiple of 16"),
+    ):
+        code, _, err = run("calibrate", "cost", *flags.split())
+        assert code == 2 and said in err, err
     code, _, err = run("calibrate", "cost", "--measure")
     assert code == 2 and "--kv names none" in err
     code, _, err = run("calibrate", "cost", "--result", "cost.json")

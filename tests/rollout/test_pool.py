@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from schedules import named
@@ -10,6 +12,7 @@ from small_engine import engine
 
 from sparse_rl.kv import H2O, RKV, Full, SnapKV, Streaming
 from sparse_rl.rollout import Sampling
+from sparse_rl.rollout.engine import free_bytes
 
 
 def free_for(spare: int, device: str) -> int:
@@ -40,6 +43,18 @@ def test_a_pool_is_sized_from_what_is_free_less_a_reserve_and_the_rows(policy, t
     free -= rows + 20 * page  # by now they are there
     sampler.generate(prompts(5), sampling)
     assert sampler.stats.num_pages == 20
+
+
+@pytest.mark.parametrize("known", ["SC_AVPHYS_PAGES", "SC_PHYS_PAGES"])
+def test_free_memory_is_known_without_linux(known, monkeypatch):
+    def no_file(self, *args, **kwargs):
+        raise FileNotFoundError(self)
+
+    pages = {known: 3, "SC_PAGE_SIZE": 4096}
+    monkeypatch.setattr(Path, "read_text", no_file)
+    monkeypatch.setattr("os.sysconf_names", dict.fromkeys(pages, 0))
+    monkeypatch.setattr("os.sysconf", pages.__getitem__)
+    assert free_bytes(torch.device("cpu")) == 3 * 4096
 
 
 def test_a_pool_that_follows_a_schedule_stays(tiny, prompts):

@@ -30,7 +30,7 @@ def file(tmp_path):
 
 
 def read_examples(path, tokenizer, end_ids, max_length):
-    return make_examples(read_table(str(path)), tokenizer, end_ids, max_length)
+    return make_examples(read_table(str(path)), tokenizer, end_ids, max_length, "raise data.max_length")
 
 
 def example(completion, prompt="ab", tokenizer=TOKENIZER, end_ids=(EOS,)):
@@ -132,7 +132,7 @@ def test_the_settings_decide_the_files_and_the_length(file, tmp_path):
     for limit, message in ((3, "1 of 1 rows have more than 3"), (5, "data.max_length is 5, but .* context is 4")):
         with pytest.raises(ValueError, match=message):
             ExamplesConfig(train_file=str(path), max_length=limit).build(TOKENIZER, (EOS,), 4)
-    with pytest.raises(ValueError, match="have more than 3 tokens"):
+    with pytest.raises(ValueError, match=r"have more than 3 tokens.*; give a model with a longer context"):
         ExamplesConfig(train_file=str(path)).build(TOKENIZER, (EOS,), 3)
     with pytest.raises(ValueError, match=r"data\.train_file is missing"):
         ExamplesConfig()

@@ -161,6 +161,18 @@ def test_a_streak_ends_the_run_with_its_weights_saved(tmp_path):
     assert [line.get("update/nonfinite") for line in lines] == [None, 1, 2, 2, 0]
 
 
+def test_batches_of_steps_that_are_taken_again_make_room(tmp_path, caplog):
+    bad = BadUpdate(loss=math.nan, grad_norm=1.0, rows=[])
+    for step in range(1, 5):
+        Guards().note([bad], 1, None, step, tmp_path)
+    assert caplog.text.count("is not finite: it changes nothing") == 4, "each of these was a run's first"
+    assert "there are 3 batches in" in caplog.text
+    Guards().forget_after(2, tmp_path)
+    Guards().note([bad], 1, None, 4, tmp_path)
+    names = [f"step-{step}-update-1.pt" for step in (1, 2, 4)]
+    assert sorted(path.name for path in (tmp_path / "bad_batches").iterdir()) == names
+
+
 def test_updates_that_are_fine_in_between_end_a_streak(tmp_path):
     watched, run = Guards(), tmp_path
     bad = BadUpdate(loss=math.nan, grad_norm=1.0, rows=[])

@@ -8,6 +8,7 @@ import os
 import random
 import shutil
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -178,6 +179,33 @@ def test_going_back_says_what_it_removes_and_checks_first(whole, tmp_path, caplo
     assert_same_run(run, whole)
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_run_killed_while_it_goes_back_resumes(whole, tmp_path, count):
+    """Between the removal of one later checkpoint and the next, or before the logs are cut: none knows longer logs."""
+    run, first = tmp_path / "run", checkpoint.checkpoints(whole)[0]
+    shutil.copytree(whole, run)
+    (tmp_path / "more").mkdir()
+    small_trainer(run, steps=5, resume_from_checkpoint=True, save_total_limit=None).train()
+    assert len(checkpoint.checkpoints(run)) == 3
+
+    def killed():
+        discarded = []
+        original = checkpoint.discard
+
+        def discard(path):
+            discarded.append(path)
+            small_run.kill(len(discarded), count)
+            original(path)
+
+        sys.modules["sparse_rl.train.run"].discard = discard
+        small_trainer(run, resume_from_checkpoint=str(run / first.name)).train()
+
+    assert in_child(killed) == -signal.SIGKILL
+    assert len(checkpoint.checkpoints(run)) == 4 - count
+    small_trainer(run, steps=5, resume_from_checkpoint=True).train()
+    assert [line["step"] for line in read_log(run / "metrics.jsonl")] == list(range(6))
+
+
 def test_a_full_disk_at_the_start_asks_for_a_new_start(tmp_path, monkeypatch):
     """There is no run to resume as long as run.json is missing."""
 
@@ -318,3 +346,18 @@ def test_the_best_checkpoint_is_kept_over_a_resume_too(tmp_path):
 
     assert best_after(3, 0.0, 0.9, 0.1, 0.2) == {"checkpoint": "checkpoint-1", "value": 0.9}
     assert best_after(4, 0.5) == {"checkpoint": "checkpoint-1", "value": 0.9}
+
+
+def test_a_best_checkpoint_that_was_pruned_for_a_better_one_is_forgotten(tmp_path):
+    """With the better one taken back, what is left of the run has a best of its own."""
+
+    def trained(steps, values, **config):
+        trainer = small_trainer(tmp_path / "run", save_total_limit=2, steps=steps, **config)
+        trainer.eval_config, left = EvalConfig(every=1, prompts=4), iter(values)
+        trainer._evaluate = lambda: {"eval/dense/reward": next(left)}
+        trainer.train()
+        return [path.name for path in checkpoint.checkpoints(tmp_path / "run")]
+
+    assert trained(3, (0.0, 0.9, 0.1, 0.95)) == ["checkpoint-2", "checkpoint-3"]
+    again = str(tmp_path / "run" / "checkpoint-2")
+    assert trained(5, (0.3, 0.2, 0.1), resume_from_checkpoint=again) == ["checkpoint-3", "checkpoint-5"]

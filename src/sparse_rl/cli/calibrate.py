@@ -99,7 +99,7 @@ def run(arguments: list[str]) -> None:
         loaded=loaded, policy=policy, prompts=prompts, sampling=sampling, engine=engine, config=config
     )
     folder, named = Path(settings.output), {"model": settings.model, "model_digest": weights_digest(loaded.model)}
-    with CalibrationLive() as live:
+    with CalibrationLive() as live, specs.renamed("sampling", "--"), specs.renamed("kv", ""):
         results = calibrate(calibration, folder, named=named, resume=settings.resume, observer=live)
     write_calibration(results, folder)
     print("\n".join(summary_lines(results)))

@@ -33,6 +33,8 @@ random weights, and sets them against the prediction; the fixed cost is what a s
   sparse-rl calibrate cost --shape qwen3-4b --gpu h100 --budget calibrations/mine/schedule.json --pages 16 32 64 128
   sparse-rl calibrate cost --shape qwen3-1.7b --kv rkv:1024 --rows 16 --measure --contexts 8192 16384 32768
 """
+PREDICTS = ("gpu", "fixed_ms", "pages", "n", "prompt", "output")  # what only a prediction reads
+MEASURES = ("device", "dtype")  # and only a measurement
 ANCHOR = 128  # tokens of the context at which the fixed cost is measured
 
 
@@ -45,7 +47,7 @@ def run(arguments: list[str]) -> None:
     from sparse_rl.kv.schedule import load
     from sparse_rl.specs import renamed
 
-    _check(settings)
+    _check(settings, parser)
     check_result(settings)
     policy = parse_cache(settings.kv) if settings.kv else None
     with renamed("kv", "--"):
@@ -90,8 +92,20 @@ def _parser() -> ArgumentParser:
     return parser
 
 
-def _check(settings: Namespace) -> None:
+def _check(settings: Namespace, parser: ArgumentParser) -> None:
     from sparse_rl.kv.schedule import MOST
+
+    unread = (*PREDICTS, "budget") if settings.measure else (*MEASURES, *(["budget"] if settings.kv else []))
+    for name in unread:
+        if settings[name] != parser.get_default(name):
+            why = (
+                "with --kv, whose policy has one"
+                if name == "budget"
+                else f"with{'out' * (not settings.measure)} --measure"
+            )
+            raise ValueError(
+                f"--{name.replace('_', '-')} is {settings[name]!r}, but nothing reads it {why}; leave it out."
+            )
 
     for name in ("rows", "n", "prompt", "output", "page"):
         if not 1 <= settings[name] <= MOST:
@@ -107,6 +121,8 @@ def _check(settings: Namespace) -> None:
         raise ValueError(f"--fixed-ms is {settings.fixed_ms}; it must be at least 0 and finite.")
     if settings.measure and settings.kv is None:
         raise ValueError("--measure runs a policy, and --kv names none; give one, such as --kv rkv:1024.")
+    if settings.measure and settings.page % 16:
+        raise ValueError(f"--page is {settings.page}; to be measured it must be a multiple of 16.")
     if settings.result is not None and not settings.measure:
         raise ValueError(
             "--result keeps what --measure finds, and nothing is measured; give --measure, or leave it out."

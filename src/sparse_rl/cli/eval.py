@@ -64,11 +64,13 @@ def run(arguments: list[str]) -> None:
     from sparse_rl.report.eval_live import EvalLive
     from sparse_rl.report.eval_page import write_eval_report
     from sparse_rl.report.eval_table import print_tables
+    from sparse_rl.specs import renamed
 
     show_warnings()
     quiet_bars()
     folder = Path(settings.output)
-    results = evaluate_benchmarks(evaluation, folder, resume=settings.resume, observer=EvalLive(folder))
+    with renamed("sampling", "--"), renamed("kv", ""):
+        results = evaluate_benchmarks(evaluation, folder, resume=settings.resume, observer=EvalLive(folder))
     write_eval_report(results, folder)
     print_tables(results)
     print(f"{folder / 'results.json'}, {folder / 'table.md'}, {folder / 'report.html'}")

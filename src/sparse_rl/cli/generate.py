@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -119,7 +120,7 @@ def _read_prompts(settings: Namespace) -> list[Any]:
     lines = [line.rstrip("\r") for line in text.split("\n") if line.strip()]
     if not lines:
         raise ValueError(f"{name} has no prompts; write one a line.")
-    if not (name.endswith(".jsonl") or lines[0].lstrip().startswith("{")):
+    if not (name.endswith(".jsonl") or re.match(r'\s*\{\s*("|$)', lines[0])):
         return lines
     return [LAYOUTS["trl"].split(row)[0] for row in parse_lines(text, name)]
 

@@ -74,7 +74,8 @@ def run(arguments: list[str]) -> None:
     quiet_bars()
     loaded = load(settings.model, dtype=model_dtype(settings.dtype), device=settings.device)
     prompt = _prompt(settings.model, given, loaded)
-    text = answer(loaded, prompt, sampling)
+    with renamed("sampling", "--"):
+        text = answer(loaded, prompt, sampling)
     folder.mkdir(parents=True, exist_ok=True)
     readings = read(loaded, text, policies)
     print("\n".join([*summary_lines(readings), *_never_cut(readings, policies)]))

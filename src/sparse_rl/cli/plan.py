@@ -63,7 +63,7 @@ def plan_comments(settings: Namespace, parts: dict[str, Any], ranks: int = 1) ->
     try:
         from sparse_rl.plan import lines
 
-        text = lines(_own_plan(settings, parts, ranks))
+        text = lines(_own_plan(settings, parts, ranks), "train")
     except ValueError as error:
         text = [f"no plan: {' '.join(str(error).split())}"]
     return [f"# {line}".rstrip() for line in text]

@@ -33,8 +33,9 @@ def run(arguments: list[str]) -> None:
     parser, (configs, others) = _parser(), given_configs(arguments, "sft")
     settings = parse(parser, with_configs(configs, others))
     if (own := own_settings(parser, settings, "data")) is not None:
-        if named("trainer", "epochs", others, []) is not None:
-            own["trainer"].pop("steps", None)  # which would come before them
+        in_file = named("trainer", "epochs", [], configs)
+        if named("trainer", "epochs", others, []) is not None or in_file not in (None, own["trainer"].get("epochs")):
+            own["trainer"].pop("steps", None)  # which would come before other epochs
         settings = parse(parser, with_configs([own, *configs], others))
     from sparse_rl.config import build_section
     from sparse_rl.model.load import load

@@ -63,12 +63,12 @@ def read(arguments: list[str], parser: ArgumentParser) -> tuple[Namespace, Any, 
     from sparse_rl.rollout import EngineConfig, Sampling
     from sparse_rl.tasks import GradingConfig
     from sparse_rl.train import ControlConfig, OptimizerConfig, TrainerConfig, UpdateConfig
-    from sparse_rl.train.config import check_settings
+    from sparse_rl.train.config import check_dtype, check_settings
     from sparse_rl.train.control import schedule_of
     from sparse_rl.train.distill import DistillConfig
 
     refuse_null(settings, "model", "device", "kv", "task", "correction")
-    model_dtype(settings.dtype)  # or it is unknown
+    check_dtype(model_dtype(settings.dtype))
     task = build_task(settings["task"])
     if getattr(settings.kv, "budget", None) == "auto":
         given_of(settings["control"])  # or it is no table

@@ -38,8 +38,8 @@ def summary(plan: Plan) -> str:
     return "does not fit: " + "; ".join(parts)
 
 
-def lines(plan: Plan) -> list[str]:
-    """Everything that is held, rows that fit, the verdict, and what to change."""
+def lines(plan: Plan, command: str = "plan") -> list[str]:
+    """Everything that is held, rows that fit, the verdict, and what to change, as flags of the command."""
     size, run = plan.size, plan.run
     dtype = str(size.dtype).removeprefix("torch.")
     text = [
@@ -66,7 +66,7 @@ def lines(plan: Plan) -> list[str]:
         summary(plan),
         *_never_cut(plan.run),
     ]
-    return text if plan.fits else text + _advice(plan)
+    return text if plan.fits else text + _advice(plan, command)
 
 
 def _never_cut(run: Run) -> list[str]:
@@ -124,16 +124,20 @@ def gb(count: float) -> str:
     return f"{count / 1e3:.1f} kB"
 
 
-def _advice(plan: Plan) -> list[str]:
+def _advice(plan: Plan, command: str) -> list[str]:
+    def spelt(remedy: Remedy) -> str:
+        name, _, value = remedy.setting.partition(" ")
+        return f"torchrun --nproc-per-node {value}" if (name, command) == ("ranks", "train") else f"--{remedy.setting}"
+
     alone, combined = remedies(plan), together(plan)
     if not alone:
         return ["nothing that is known here helps; take a smaller model, or shorter completions."]
     text = ["what would help, least harm first:"]
-    width = max(len(remedy.setting) for remedy in alone)
-    text += [f"  --{remedy.setting:{width}}  {_phases(plan, remedy.plan)}: {remedy.cost}" for remedy in alone]
+    width = max(len(spelt(remedy)) for remedy in alone)
+    text += [f"  {spelt(remedy):{width}}  {_phases(plan, remedy.plan)}: {remedy.cost}" for remedy in alone]
     if not combined:
         return [*text, "all of it together does not; take a smaller model, or shorter completions."]
-    settings = " ".join(f"--{remedy.setting}" for remedy in combined)
+    settings = " ".join(map(spelt, combined))
     return [*text, f"together: {settings}", f"  {summary(combined[-1].plan)}"]
 
 

@@ -76,20 +76,21 @@ class ExamplesConfig:
             raise ValueError(f"data.max_length is {self.max_length}, but the model's context is {context}; lower it.")
         limit = self.max_length or context
         table = read_table(self.train_file)
-        train = make_examples(table, tokenizer, end_ids, limit)
-        held_out = make_examples(read_table(self.eval_file), tokenizer, end_ids, limit) if self.eval_file else []
-        return Examples(train=train, eval=held_out, settings={**asdict(self), "train_sha256": table.sha256[:16]})
+        remedy = "raise data.max_length" if limit < context else "give a model with a longer context"
+        train = make_examples(table, tokenizer, end_ids, limit, remedy)
+        held = make_examples(read_table(self.eval_file), tokenizer, end_ids, limit, remedy) if self.eval_file else []
+        return Examples(train=train, eval=held, settings={**asdict(self), "train_sha256": table.sha256[:16]})
 
 
 def make_examples(
-    table: Table, tokenizer: PreTrainedTokenizerBase, end_ids: tuple[int, ...], max_length: int
+    table: Table, tokenizer: PreTrainedTokenizerBase, end_ids: tuple[int, ...], max_length: int, remedy: str
 ) -> list[Example]:
-    """The rows that are short enough; errors name them."""
+    """The rows that are short enough; errors name them, and the remedy for those that are not."""
     examples = {}
     for row in table.rows:
         prompt, columns = LAYOUTS["trl"].split(row)
         examples[row.where] = make_example({**columns, "prompt": prompt}, row.where, tokenizer, end_ids)
-    return short_enough(examples, lambda example: example.num_tokens, max_length, "raise data.max_length")
+    return short_enough(examples, lambda example: example.num_tokens, max_length, remedy)
 
 
 def make_example(

@@ -105,10 +105,14 @@ def check_settings(
         raise ValueError("distill.r is given, but kv.policy full is the dense model already; choose a sparse policy.")
 
 
+def check_dtype(dtype: torch.dtype | None) -> None:
+    if dtype == torch.float16:
+        raise ValueError("dtype is float16, in which small gradients become 0; train in bfloat16 or float32.")
+
+
 def check_model(model: PreTrainedModel) -> None:
     """The learner's log-probs must be the sampler's, and its gradients must be numbers."""
-    if model.dtype == torch.float16:
-        raise ValueError("dtype is float16, in which small gradients become 0; train in bfloat16 or float32.")
+    check_dtype(model.dtype)
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Dropout) and module.p > 0:
             raise ValueError(f"the model has dropout {module.p} in {name}; set it to 0 in its config.")

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import torch
@@ -11,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from sparse_rl.model import lora
 from sparse_rl.model.load import load
-from sparse_rl.runfolder import publish, remove
+from sparse_rl.runfolder import publish, remove, unfinished
 from sparse_rl.specs import first_line
 from sparse_rl.train import checkpoint
 
@@ -26,7 +25,8 @@ def export(folder: Path, output: Path, dtype: torch.dtype | None = None) -> None
     if not folder.is_dir():
         raise ValueError(f"{folder} is no folder; give a checkpoint of a run, like runs/first/checkpoint-10.")
     model, tokenizer = _model(folder, dtype)
-    temporary = output.with_name(f".{output.name}.{os.getpid()}")
+    temporary = unfinished(output)
+    remove(temporary)  # what a kill has left
     try:
         model.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)

@@ -34,7 +34,11 @@ def check_folder(config: RunConfig, section: str = "task") -> None:
         remedy = f"resume it with {by_flag}, {in_python} in Python, or " if taken[0] == "run.json" else ""
         raise ValueError(f"{run} has a run in it ({taken[0]}); {remedy}give another --trainer.output_dir.")
     if resume and not (run / "run.json").exists():
-        raise ValueError(f"there is no run to resume in {run}; leave out trainer.resume_from_checkpoint.")
+        there = isinstance(resume, str) and (Path(resume).parent / "run.json").exists()
+        remedy = (
+            f"give --trainer.output_dir {Path(str(resume)).parent}" if there else "leave out resume_from_checkpoint"
+        )
+        raise ValueError(f"there is no run to resume in {run}; {remedy}.")
     config_then = recorded(run).get("config") if resume else None
     if config_then and section not in config_then:
         raise ValueError(

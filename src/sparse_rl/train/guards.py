@@ -46,7 +46,7 @@ T = TypeVar("T")
 
 STREAK = 5  # updates in a row that are not finite end the run
 POOL = "pool"  # halved once, it is given back before every update
-MAX_BAD_BATCHES = 3  # kept in the run folder
+BAD_BATCHES, MAX_BAD_BATCHES = "bad_batches", 3  # kept in the run folder
 FORWARDED_S = 1.0  # a launcher forwards a signal that the run has got already
 GRADING_S = 10.0  # after which a signal does not wait for the reward functions: one of them may hang
 
@@ -80,6 +80,7 @@ class Guards(Memory):
         self.stop_s = 0.0  # when it came
         self.grading_s: float | None = None  # since when rollouts are graded
         self.streak = 0  # updates in a row that were not finite
+        self.told = False  # of the first
         self.give_pool: Callable[[], bool] = lambda: False  # free the rollouts' KV pool; whether there was one
 
     def listen(self) -> None:
@@ -177,17 +178,19 @@ class Guards(Memory):
         for i in range(num_updates):
             self.streak = self.streak + 1 if any(item.update == i for item in bad) else 0
         for item in bad if self.first else ():
-            path = run / "bad_batches" / f"step-{step}-update-{item.update + 1}.pt"
+            path = run / BAD_BATCHES / f"step-{step}-update-{item.update + 1}.pt"
             others = [found for found in path.parent.glob("*.pt") if found != path]
-            if len(others) >= MAX_BAD_BATCHES:
-                return
+            saved = f"there are {MAX_BAD_BATCHES} batches in {path.parent} already"
             try:
-                path.parent.mkdir(exist_ok=True)
-                torch.save(_saved(item, rewards) | {"step": step}, path)
-                saved = f"its batch is in {path} (torch.load): look for log-probs, advantages or losses out of range"
+                if len(others) < MAX_BAD_BATCHES:
+                    path.parent.mkdir(exist_ok=True)
+                    torch.save(_saved(item, rewards) | {"step": step}, path)
+                    saved = f"its batch is in {path} (torch.load)"
+                saved += ": look for log-probs, advantages or losses out of range"
             except (OSError, RuntimeError) as error:
                 saved = f"its batch could not be saved ({first_line(error)})"
-            if not others:
+            if not self.told:
+                self.told = True
                 logger.warning(
                     "the loss (%g) or gradient norm (%g) of an update in step %d is not finite: it changes nothing; "
                     "%s. update/nonfinite counts further ones.",
@@ -196,6 +199,12 @@ class Guards(Memory):
                     step,
                     saved,
                 )
+
+    def forget_after(self, step: int, run: Path) -> None:
+        """Remove the batches of later steps, which are taken again."""
+        for path in (run / BAD_BATCHES).glob("step-*-update-*.pt"):
+            if int(path.name.split("-")[1]) > step:
+                path.unlink()
 
     def check_finite(self) -> None:
         """End a run that no longer learns."""

@@ -45,6 +45,7 @@ class Run:
         best_metric: str,
         *,
         lower_is_better: bool = False,
+        files: tuple[str, ...] = RunLog.FILES,
         distiller: Distiller | None = None,
     ) -> None:
         self.trainer, self.distiller = trainer, distiller
@@ -57,6 +58,7 @@ class Run:
         self.base = weights_digest(model, adapters=False) if "default" in getattr(model, "peft_config", {}) else None
         self.lock: IO[str] | None = None
         self.log: RunLog = NoLog()
+        self.files = files  # of the logs
         self.timer = Timer()
         self.step, self.num_tokens = 0, 0
         self.pending: dict[str, float] | None = {}  # of the newest step, if it was learnt but not evaluated and logged
@@ -171,17 +173,22 @@ class Run:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.lock = lock(self.folder)
         recover(self.folder, "checkpoint-*")
-        return chosen_state(self.config, self.settings["optimizer"]["kind"])
+        chosen, state = chosen_state(self.config, self.settings["optimizer"]["kind"])
+        best = state.get("best", {}).get("checkpoint")
+        if best and not (self.folder / best).is_dir():  # it was pruned for a better one that is now taken back
+            state["best"] = {"checkpoint": None, "value": None}
+        return chosen, state
 
     def _start(self, sizes: dict[str, int]) -> None:
         """Write run.json, open the logs, and remove what a future that is now taken again has left."""
         start_record(self.folder, self.settings, self.trainer.loaded, self.processes.size)
-        self.log = RunLog(self.folder, sizes)
         later = [path for path in checkpoint.checkpoints(self.folder) if checkpoint.step_of(path) > self.step]
         if later:
             logger.warning("%s removed: the run goes on from step %d.", ", ".join(p.name for p in later), self.step)
-        for path in later:
+        for path in reversed(later):  # the logs come last, so that a kill leaves no checkpoint that they do not reach
             discard(path)
+        self.log = RunLog(self.folder, sizes, self.files)
+        self.guards.forget_after(self.step, self.folder)
         if self.pending is None:  # else the step's end does it, when it is known whether the step is the best
             self._prune()  # if it was stopped just before
 

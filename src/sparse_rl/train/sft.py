@@ -129,7 +129,7 @@ class SFTTrainer:
             rate=lambda update: self.optimizer_config.rate(update, steps),
         )
         self.guards = SFTGuards()
-        self.run = Run(self, section="data", best_metric="eval/loss", lower_is_better=True)
+        self.run = Run(self, section="data", best_metric="eval/loss", lower_is_better=True, files=("metrics.jsonl",))
 
     @property
     def step(self) -> int:
