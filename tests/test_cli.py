@@ -193,41 +193,6 @@ def test_stop_strings_and_ids_as_flags():
     assert len(json.loads(out)["token_ids"]) == 1
 
 
-def test_help_names_every_setting_without_a_model():
-    code, out, _ = run("generate", "--help")
-    assert code == 0
-    for setting in ("--kv.policy", "--kv.protect_prompt", "--sampling.top_p", "--engine.pool_bytes", "--compare"):
-        assert setting in out
-    code, out, _ = run("--help")
-    assert code == 0 and "generate" in out
-
-
-def test_reports_and_help_that_lists_no_component_do_without_torch():
-    script = """
-import sys
-from sparse_rl.cli import main
-for command in ([], ["report"], ["export"], ["bench"], ["data"], ["data", "check"], ["env"]):
-    try:
-        main([*command, "--help"])
-    except SystemExit as end:
-        assert end.code == 0, command
-    assert "torch" not in sys.modules, f"{command} imported torch"
-import sparse_rl.report.page
-assert "torch" not in sys.modules, "report imported torch"
-"""
-    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-
-
-def test_help_names_who_has_a_setting_and_its_default_if_there_is_one():
-    _, out, _ = run("train", "--help")
-    words = " ".join(out.split())
-    assert "size of the table, 2 to 16 [8: chain]" in words
-    assert "the same, for evaluation; without it, nothing is evaluated [rows]" in words
-    assert "hub:NAME:CONFIG:SPLIT [rows]" in words and '"file.py:function" [rows]' in words
-    assert "--print_config" not in out  # --dry-run does that
-
-
 @pytest.fixture(scope="module")
 def refused_models(tmp_path_factory) -> dict[str, str]:
     """Folders of models that cannot be sampled from."""

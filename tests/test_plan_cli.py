@@ -235,6 +235,6 @@ def test_its_own_settings_come_first_and_a_misspelled_model_never_asks_the_hub(m
         assert local_files_only, "the hub was asked"
         raise OSError("not here")
 
-    monkeypatch.setattr("sparse_rl.plan.size.AutoConfig.from_pretrained", asked)
+    monkeypatch.setattr("transformers.AutoConfig.from_pretrained", asked)
     code, _, err = run("plan", "--model", "smolm2")
     assert code == 2 and "did you mean 'smollm2'?" in err

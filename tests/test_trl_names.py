@@ -17,7 +17,7 @@ OWN = {"sampling": {"n": 8}, "task": {"name": "rows", "train_file": "train.jsonl
 
 GIVEN = {  # a value in TRL's words, and the setting it becomes, or why training refuses it
     "model_name_or_path": ("some/model", {"model": "some/model"}),
-    "dtype": ("float16", {"dtype": "float16"}),
+    "dtype": ("float64", {"dtype": "float64"}),
     "bf16": (True, {"dtype": "bfloat16"}),
     "output_dir": ("runs/other", {"trainer.output_dir": "runs/other"}),
     "max_steps": (7, {"trainer.steps": 7}),

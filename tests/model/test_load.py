@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from sparse_rl.kernels.prefill import packed_attention
 from sparse_rl.model import attention
 from sparse_rl.model import dry_run as dry_run_module
-from sparse_rl.model.attention import NAME, UnsupportedModelError
+from sparse_rl.model.attention import NAME, UnsupportedModelError, registered
 from sparse_rl.model.dry_run import _Recorder, dry_run
 from sparse_rl.model.load import load, load_reader, stop_ids
 from sparse_rl.model.tiny import FAMILIES, WINDOW, tiny_model, tiny_tokenizer
@@ -62,7 +62,7 @@ def test_unsupported_models_are_refused(case, dtype):
     model_type, settings, message = REFUSED[case]
     config = AutoConfig.for_model(model_type, **{**SMALL, **settings})
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=NAME, dtype=dtype).eval()
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=registered(), dtype=dtype).eval()
     with pytest.raises(UnsupportedModelError, match=message):
         dry_run(model)
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from sparse_rl.model.attention import PackedRows, packed_positions
+from sparse_rl.model.attention import PackedRows, packed_positions, registered
 from sparse_rl.model.tiny import FAMILIES, tiny_model
 from sparse_rl.score import head as head_module
 from sparse_rl.score.head import Head, LogitMap
@@ -65,7 +65,7 @@ def test_heads_that_scale_or_cap(model_type, settings, expected, monkeypatch):
     monkeypatch.setitem(head_module.CHUNK_LOGITS, "cpu", 3 * 259)
     config = AutoConfig.for_model(model_type, **SMALL, **settings)
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="sparse_rl", dtype=torch.float64).eval()
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=registered(), dtype=torch.float64).eval()
     head = Head(model)
     assert head.map is not None and head.map.cap == expected.cap
     assert head.map.scale == pytest.approx(expected.scale, rel=1e-3)

@@ -8,9 +8,9 @@ module   the same for the module's own decode steps, with transformers' cache an
 from __future__ import annotations
 
 import torch
-from transformers import PreTrainedModel
+import transformers
 
-from sparse_rl.model.attention import NAME
+from sparse_rl.model.attention import registered
 from sparse_rl.model.load import LoadedModel
 from sparse_rl.score import score
 from sparse_rl.types import Rollout
@@ -46,7 +46,7 @@ def xi_floor(loaded: LoadedModel, rollouts: list[Rollout], dense_tokens: int) ->
 
 
 @torch.no_grad()
-def module_logprobs(model: PreTrainedModel, rollouts: list[Rollout], tokens: slice) -> torch.Tensor:
+def module_logprobs(model: transformers.PreTrainedModel, rollouts: list[Rollout], tokens: slice) -> torch.Tensor:
     """Log-probs of the rollouts' tokens, decoded one at a time by the module itself, R T."""
     prompt_len = len(rollouts[0].prompt.ids)
     sequences = [torch.cat([torch.tensor(r.prompt.ids), r.token_ids[: tokens.stop]]) for r in rollouts]
@@ -63,5 +63,5 @@ def module_logprobs(model: PreTrainedModel, rollouts: list[Rollout], tokens: sli
                 past = out.past_key_values
                 out = model(input_ids=ids[:, place, None], past_key_values=past, use_cache=True)
     finally:
-        model.set_attn_implementation(NAME)
+        model.set_attn_implementation(registered())
     return torch.stack(found, dim=1).cpu()

@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
+import transformers
 
 from sparse_rl.calibrate.gpus import find_gpu
 from sparse_rl.kv import EvictPolicy, KVPolicy
@@ -49,7 +49,7 @@ class Model:
     itemsize: int = 2
 
     @classmethod
-    def of(cls, module: PreTrainedModel, name: str, itemsize: int) -> Model:
+    def of(cls, module: transformers.PreTrainedModel, name: str, itemsize: int) -> Model:
         """As the module has it, were each number `itemsize` bytes; its weights may be on no device."""
         config: Any = module.config
         return cls(

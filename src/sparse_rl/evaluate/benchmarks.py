@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerBase
+import transformers
 
 from sparse_rl.evaluate.grader import MAX_BATCH, Block, Grader, Tally
 from sparse_rl.evaluate.observer import EvalObserver, Status
@@ -193,7 +193,12 @@ class Run:
             self._free()
 
     def _cell(
-        self, cell: Cell, engine: GuardedEngine, prompts: Prompts, tokenizer: PreTrainedTokenizerBase, grader: Grader
+        self,
+        cell: Cell,
+        engine: GuardedEngine,
+        prompts: Prompts,
+        tokenizer: transformers.PreTrainedTokenizerBase,
+        grader: Grader,
     ) -> None:
         store, suite = self.stores[cell], self.suites[cell.benchmark]
         tally = Tally(store.read())

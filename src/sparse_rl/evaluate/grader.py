@@ -12,7 +12,7 @@ import threading
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
+import transformers
 
 from sparse_rl.evaluate.plan import Cell
 from sparse_rl.evaluate.store import Sample, Store
@@ -53,7 +53,7 @@ class Block:
         suite: Suite,
         store: Store,
         tally: Tally,
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: transformers.PreTrainedTokenizerBase,
         start: int,
         prompts: list[Prompt],
     ) -> None:

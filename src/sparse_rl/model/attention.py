@@ -19,7 +19,7 @@ from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface
+import transformers
 
 from sparse_rl.kernels.prefill import causal_attention_ref, packed_attention
 
@@ -177,17 +177,16 @@ def attention_mask(
     return None
 
 
-def register() -> None:
-    """Make `attn_implementation="sparse_rl"` known to transformers; safe to call again."""
+@lru_cache(maxsize=1)
+def registered() -> str:
+    """The name to set as `attn_implementation`; transformers knows it from the first call on."""
     function: Callable[..., Any] = attention
-    AttentionInterface.register(NAME, function)
-    AttentionMaskInterface.register(NAME, attention_mask)
+    transformers.AttentionInterface.register(NAME, function)
+    transformers.AttentionMaskInterface.register(NAME, attention_mask)
+    return NAME
 
 
 @lru_cache(maxsize=1)
 def keep_out_of_compiled_code() -> None:
     """Let `torch.compile` step around our attention: it reads the layer's number, which would compile every layer."""
-    AttentionInterface.register(NAME, torch.compiler.disable(attention))
-
-
-register()
+    transformers.AttentionInterface.register(registered(), torch.compiler.disable(attention))

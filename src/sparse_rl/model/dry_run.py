@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import transformers
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
-from transformers import PreTrainedModel
 
-from sparse_rl.model.attention import NAME, PackedRows, UnsupportedModelError, no_mask, packed_positions
+from sparse_rl.model.attention import PackedRows, UnsupportedModelError, no_mask, packed_positions, registered
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ def _held(contexts: range, window: int | None) -> int:
     return (below[0] + below[-1]) * len(below) // 2 + rest if below else rest
 
 
-def dry_run(model: PreTrainedModel) -> AttentionShape:
+def dry_run(model: transformers.PreTrainedModel) -> AttentionShape:
     """The model's attention shape; raises UnsupportedModelError with the reason if it cannot be sampled from."""
     config, name = model.config, type(model).__name__
     check_dropout(model)
@@ -131,7 +131,7 @@ def dry_run(model: PreTrainedModel) -> AttentionShape:
     )
 
 
-def check_logits(model: PreTrainedModel) -> None:
+def check_logits(model: transformers.PreTrainedModel) -> None:
     """Compare ours with the model's own attention: other masks, other positions, other scales show up here."""
     name = type(model).__name__
     ids = torch.arange(PROBE_TOKENS, device=model.device) % model.config.vocab_size
@@ -148,7 +148,7 @@ def check_logits(model: PreTrainedModel) -> None:
             agree = (exact_packed - exact).abs().mean() <= 1e-3 * exact.std()
             agree &= difference <= 3 * (own - exact).abs().mean()  # seen: 1.5
     finally:
-        model.set_attn_implementation(NAME)
+        model.set_attn_implementation(registered())
         for module, training in modes:
             module.training = training
     if not agree:
@@ -158,10 +158,10 @@ def check_logits(model: PreTrainedModel) -> None:
         )
 
 
-def _probe(model: PreTrainedModel, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _probe(model: transformers.PreTrainedModel, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits of the ids with our attention, packed behind themselves, and with the model's own."""
     boundaries = [0, PROBE_TOKENS, 2 * PROBE_TOKENS]
-    model.set_attn_implementation(NAME)
+    model.set_attn_implementation(registered())
     with _as_unsupported(type(model).__name__):
         packed = model(
             input_ids=ids.repeat(2)[None],
@@ -207,7 +207,7 @@ def _as_unsupported(name: str) -> Iterator[None]:
         ) from error
 
 
-def check_dropout(model: PreTrainedModel) -> None:
+def check_dropout(model: transformers.PreTrainedModel) -> None:
     """Dropout makes sampler and learner disagree at random, so any in the config is an error."""
     for key, given in model.config.to_dict().items():
         unused = key.startswith(("classifier", "summary"))  # heads a language model does not have
@@ -217,7 +217,7 @@ def check_dropout(model: PreTrainedModel) -> None:
             )
 
 
-def warn_of_rope(model: PreTrainedModel) -> None:
+def warn_of_rope(model: transformers.PreTrainedModel) -> None:
     """Some rotations depend on the longest sequence of the batch, so rows then influence each other."""
     kinds = batch_ropes(model)
     if kinds:
@@ -227,14 +227,14 @@ def warn_of_rope(model: PreTrainedModel) -> None:
         )
 
 
-def batch_ropes(model: PreTrainedModel) -> set[str]:
+def batch_ropes(model: transformers.PreTrainedModel) -> set[str]:
     """The model's rope types that look at the positions of the whole batch."""
     parameters = getattr(model.config, "rope_parameters", None) or {}
     nested = [given for given in parameters.values() if isinstance(given, dict)]
     return {str(given.get("rope_type")) for given in (parameters, *nested)} & {"dynamic", "longrope"}
 
 
-def waits_for_device(model: PreTrainedModel) -> str:
+def waits_for_device(model: transformers.PreTrainedModel) -> str:
     """Why the model's forward pass cannot go into a CUDA graph, or nothing if it can."""
     if batch_ropes(model):
         return f"its rotation ({', '.join(sorted(batch_ropes(model)))}) looks at the positions"

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+import transformers
 
 from sparse_rl.model import lora, smollm2
-from sparse_rl.model.attention import NAME, UnsupportedModelError
+from sparse_rl.model.attention import UnsupportedModelError, registered
 from sparse_rl.model.dry_run import AttentionShape, dry_run
 from sparse_rl.model.tiny import FAMILIES, tiny_config, tiny_model, tiny_tokenizer
 from sparse_rl.specs import first_line, suggestion
@@ -34,8 +34,8 @@ SAMPLED = 64  # weights of each tensor that go into a model's digest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
-    model: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase
+    model: transformers.PreTrainedModel
+    tokenizer: transformers.PreTrainedTokenizerBase
     shape: AttentionShape
     asked: str = "cpu"  # the device as it was given
 
@@ -60,7 +60,7 @@ class LoadedModel:
 class Reader:
     """What is known of a model without its weights: how it reads text, and how much of it."""
 
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: transformers.PreTrainedTokenizerBase
     context: int
 
 
@@ -120,7 +120,7 @@ def check_device(device: str | torch.device) -> None:
         raise ValueError(f"device {str(device)!r} cannot be used here ({first_line(error)}); use cpu.") from error
 
 
-def stop_ids(model: PreTrainedModel) -> tuple[int, ...]:
+def stop_ids(model: transformers.PreTrainedModel) -> tuple[int, ...]:
     """Every end token of the model's generation config."""
     generation = model.generation_config
     given = generation.eos_token_id if generation is not None else model.config.eos_token_id
@@ -129,7 +129,7 @@ def stop_ids(model: PreTrainedModel) -> tuple[int, ...]:
     return tuple(given) if isinstance(given, list | tuple) else (given,)
 
 
-def _say_what_is_ignored(model: PreTrainedModel) -> None:
+def _say_what_is_ignored(model: transformers.PreTrainedModel) -> None:
     """Sampling settings come from the caller alone; a checkpoint's own would silently change the distribution."""
     generation = model.generation_config
     fields = ("temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty")
@@ -144,7 +144,9 @@ def _context(config: Any) -> int:
     return getattr(config.get_text_config(), "max_position_embeddings", None) or 1 << 30
 
 
-def _from_adapter(folder: Path, dtype: torch.dtype | None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def _from_adapter(
+    folder: Path, dtype: torch.dtype | None
+) -> tuple[transformers.PreTrainedModel, transformers.PreTrainedTokenizerBase]:
     with _adapter_of(folder) as base:
         loaded = load(base, dtype=dtype)
     lora.merge(loaded.model, folder)
@@ -165,15 +167,17 @@ def _adapter_of(folder: Path) -> Iterator[str]:
         ) from error
 
 
-def _adapter_tokenizer(folder: Path, base: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+def _adapter_tokenizer(
+    folder: Path, base: transformers.PreTrainedTokenizerBase
+) -> transformers.PreTrainedTokenizerBase:
     """The adapter's own where it has one."""
     has_tokenizer = (folder / "tokenizer_config.json").is_file()
-    return AutoTokenizer.from_pretrained(folder) if has_tokenizer else base
+    return transformers.AutoTokenizer.from_pretrained(folder) if has_tokenizer else base
 
 
 def _config(name: str) -> Any:
     """The model's config; a quantised checkpoint is refused: what is trained and sampled from are plain weights."""
-    config = AutoConfig.from_pretrained(name)
+    config = transformers.AutoConfig.from_pretrained(name)
     quantised = getattr(config, "quantization_config", None)
     if quantised:
         given = quantised if isinstance(quantised, dict) else quantised.to_dict()
@@ -202,7 +206,7 @@ def _smollm2(read: Callable[[str], T]) -> T:
 def _read(name: str) -> Reader:
     """Of a folder or a hub name."""
     with _saying_why_not(name):
-        return Reader(context=_context(_config(name)), tokenizer=AutoTokenizer.from_pretrained(name))
+        return Reader(context=_context(_config(name)), tokenizer=transformers.AutoTokenizer.from_pretrained(name))
 
 
 @contextmanager
@@ -228,14 +232,16 @@ def _saying_why_not(name: str) -> Iterator[None]:
         raise ValueError(f"model {name!r} could not be loaded from {where}: {first_line(error)}") from error
 
 
-def _from_pretrained(name: str, dtype: torch.dtype | None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def _from_pretrained(
+    name: str, dtype: torch.dtype | None
+) -> tuple[transformers.PreTrainedModel, transformers.PreTrainedTokenizerBase]:
     with _saying_why_not(name):
         _config(name)
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            name, dtype=dtype or "auto", attn_implementation=NAME, output_loading_info=True
+        loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
+            name, dtype=dtype or "auto", attn_implementation=registered(), output_loading_info=True
         )
         model, report = loaded
-        tokenizer = AutoTokenizer.from_pretrained(name)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name)
     if report["missing_keys"]:  # transformers would go on with random weights there
         missing = sorted(report["missing_keys"])
         raise ValueError(
@@ -247,7 +253,7 @@ def _from_pretrained(name: str, dtype: torch.dtype | None) -> tuple[PreTrainedMo
     return model, tokenizer
 
 
-def weights_digest(model: PreTrainedModel, *, adapters: bool = True) -> str:
+def weights_digest(model: transformers.PreTrainedModel, *, adapters: bool = True) -> str:
     """Of every weight's name and shape, and of a sample of its values: it changes with any training.
 
     adapters: theirs too

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from transformers import PreTrainedModel
 
 from sparse_rl.specs import first_line, refuse_unused
 
@@ -57,7 +57,7 @@ def check_rank(rank: int, width: int) -> None:
         raise ValueError(f"lora.r is {rank}, more than the model is wide ({width}); lower it, to 16 say.")
 
 
-def add_adapters(model: PreTrainedModel, config: LoraConfig, seed: int) -> None:
+def add_adapters(model: transformers.PreTrainedModel, config: LoraConfig, seed: int) -> None:
     """Freeze the module and give it adapters in its own dtype. Same seed, same adapters."""
     if getattr(model, "_hf_peft_config_loaded", False):
         raise ValueError("the model has adapters already; load it anew before it gets others.")
@@ -73,7 +73,7 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig, seed: int) -> None:
     model.peft_config["default"].base_model_name_or_path = _lasting_name(model.config.name_or_path)
 
 
-def save_model(model: PreTrainedModel, folder: Path) -> None:
+def save_model(model: transformers.PreTrainedModel, folder: Path) -> None:
     """The model in Hugging Face layout, or its adapters alone in peft's."""
     if not getattr(model, "_hf_peft_config_loaded", False):
         model.save_pretrained(folder)
@@ -86,7 +86,7 @@ def save_model(model: PreTrainedModel, folder: Path) -> None:
 
 
 @contextmanager
-def adapters_off(model: PreTrainedModel) -> Iterator[None]:
+def adapters_off(model: transformers.PreTrainedModel) -> Iterator[None]:
     """The base model, for as long as this lasts."""
     model.disable_adapters()
     try:
@@ -124,7 +124,7 @@ def base_name(folder: Path) -> str:
 
 @torch.no_grad()
 def merge(
-    model: PreTrainedModel,
+    model: transformers.PreTrainedModel,
     folder: Path,
     *,
     dtype: torch.dtype | None = None,
@@ -148,7 +148,7 @@ def merge(
     model.to(dtype).requires_grad_(True)  # type: ignore[arg-type]
 
 
-def _check_target(model: PreTrainedModel, target: tuple[str, ...]) -> None:
+def _check_target(model: transformers.PreTrainedModel, target: tuple[str, ...]) -> None:
     """Whether each name is that of linear layers, the head left out: its weight is read as it is."""
     linear, head = torch.nn.Linear, model.get_output_embeddings()
     found = {name: type(part) is linear and part is not head for name, part in model.named_modules()}

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors.torch import save_file
 from torch import nn
 from torch.nn.functional import linear
 from torch.nn.utils import skip_init
-from transformers import PreTrainedModel
 
 from sparse_rl.model.lora import ADAPTER
 from sparse_rl.runfolder import to_json
@@ -55,7 +55,7 @@ class Adapted(nn.Module):
 class SamplerAdapter(nn.Module):
     """One pair of matrices for every linear layer of a model but its head. Same seed, same adapter."""
 
-    def __init__(self, model: PreTrainedModel, r: int, alpha: float, seed: int) -> None:
+    def __init__(self, model: transformers.PreTrainedModel, r: int, alpha: float, seed: int) -> None:
         super().__init__()
         generator, head = torch.Generator().manual_seed(seed), model.get_output_embeddings()
         self.names = [name for name, part in model.named_modules() if type(part) is nn.Linear and part is not head]
@@ -63,7 +63,7 @@ class SamplerAdapter(nn.Module):
         self.pairs = nn.ModuleList(LowRank(model.get_submodule(n), r, alpha, generator) for n in self.names)  # type: ignore[arg-type]
 
     @contextmanager
-    def on(self, model: PreTrainedModel, merged: Sequence[nn.Module] | None = None) -> Iterator[None]:
+    def on(self, model: transformers.PreTrainedModel, merged: Sequence[nn.Module] | None = None) -> Iterator[None]:
         """Let the projections of the model have the adapter, or be those of `Merged`, for as long as this lasts."""
         places = [(model.get_submodule(path.rpartition(".")[0]), path.rpartition(".")[2]) for path in self.names]
         bases = [getattr(owner, name) for owner, name in places]
@@ -101,11 +101,13 @@ class Merged:
     It lies where it lies, so that decode graphs stay good. Biases are the model's own: no adapter has one.
     """
 
-    def __init__(self, adapter: SamplerAdapter, model: PreTrainedModel) -> None:
+    def __init__(self, adapter: SamplerAdapter, model: transformers.PreTrainedModel) -> None:
         self.adapter, self.copies = adapter, [_like(model.get_submodule(name)) for name in adapter.names]
 
     @torch.no_grad()
-    def renew(self, model: PreTrainedModel, master_of: Callable[[nn.Parameter], torch.Tensor]) -> list[nn.Linear]:
+    def renew(
+        self, model: transformers.PreTrainedModel, master_of: Callable[[nn.Parameter], torch.Tensor]
+    ) -> list[nn.Linear]:
         """Write W + (alpha / r) B A into it, with the policy's own adapter if it has one, rounded once.
 
         master_of: a parameter in full and with all its digits, at least fp32, on the parameter's device
@@ -134,7 +136,7 @@ def _like(part: Any) -> nn.Linear:
 
 
 @contextmanager
-def frozen(model: PreTrainedModel) -> Iterator[None]:
+def frozen(model: transformers.PreTrainedModel) -> Iterator[None]:
     """No gradient goes to the model's own parameters for as long as this lasts."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     try:

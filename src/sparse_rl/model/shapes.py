@@ -10,10 +10,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+import transformers
 
 from sparse_rl.model import tiny
-from sparse_rl.model.attention import NAME
+from sparse_rl.model.attention import registered
 from sparse_rl.model.dry_run import dry_run
 from sparse_rl.model.load import LoadedModel, check_device
 from sparse_rl.specs import suggestion
@@ -81,28 +81,30 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-def shape_config(name: str) -> PretrainedConfig:
+def shape_config(name: str) -> transformers.PretrainedConfig:
     """The configuration of a shape; no token ends a text."""
     if name not in SHAPES:
         hint = suggestion(name.lower(), SHAPES)
         raise ValueError(f"shape {name!r} is unknown{hint}; choose one of {', '.join(SHAPES)}.")
     settings = dict(SHAPES[name])
-    return AutoConfig.for_model(
+    return transformers.AutoConfig.for_model(
         settings.pop("model_type"), bos_token_id=None, eos_token_id=None, pad_token_id=None, **settings
     )
 
 
 def random_module(
-    name: str, device: str | torch.device, dtype: torch.dtype, seed: int, *, attn_implementation: str = NAME
-) -> PreTrainedModel:
+    name: str, device: str | torch.device, dtype: torch.dtype, seed: int, *, attn_implementation: str | None = None
+) -> transformers.PreTrainedModel:
     """The module of a shape, its weights drawn where they stay. Same device and seed, same weights."""
     config = shape_config(name)
     check_device(device)
     place = torch.device(device)
     with torch.random.fork_rng(devices=[place] if place.type == "cuda" else []), place:
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attn_implementation)
-    placed: PreTrainedModel = model.to(place).eval()
+        model = transformers.AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation=attn_implementation or registered()
+        )
+    placed: transformers.PreTrainedModel = model.to(place).eval()
     return placed
 
 

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors import SafetensorError
 from tokenizers import decoders, pre_tokenizers
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, GgufConfig, PreTrainedTokenizerFast
 
 from sparse_rl.runfolder import damage, digest, digests, publish, remove, to_json, unfinished
 
@@ -96,11 +96,13 @@ def _make(folder: Path, source: Path) -> None:
 
 def convert(source: Path, folder: Path) -> None:
     """A GGUF file of SmolLM2 as a folder in Hugging Face layout."""
-    given: Any = AutoTokenizer.from_pretrained(str(source.parent), gguf_file=source.name)
-    model: Any = AutoModelForCausalLM.from_pretrained(
+    given: Any = transformers.AutoTokenizer.from_pretrained(str(source.parent), gguf_file=source.name)
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(
         str(source.parent),
         gguf_file=source.name,
-        quantization_config=GgufConfig(dequantize=True),  # else the model counts as quantised, and is not saved
+        quantization_config=transformers.GgufConfig(
+            dequantize=True
+        ),  # else the model counts as quantised, and is not saved
         dtype=torch.bfloat16,
     )
     tokenizer = given.backend_tokenizer
@@ -110,7 +112,7 @@ def convert(source: Path, folder: Path) -> None:
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
     tokenizer.decoder = decoders.ByteLevel()
-    mended = PreTrainedTokenizerFast(
+    mended = transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         bos_token=START,
         eos_token=END,
@@ -123,6 +125,6 @@ def convert(source: Path, folder: Path) -> None:
     tokens = {"bos_token_id": mended.bos_token_id, "eos_token_id": mended.eos_token_id}
     tokens["pad_token_id"] = mended.pad_token_id
     model.config.update(tokens)
-    model.generation_config = GenerationConfig(**tokens)
+    model.generation_config = transformers.GenerationConfig(**tokens)
     model.save_pretrained(folder)
     mended.save_pretrained(folder)

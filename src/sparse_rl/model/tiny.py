@@ -10,10 +10,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
-from sparse_rl.model.attention import NAME
+from sparse_rl.model.attention import registered
 
 WINDOW = 24  # entries a sliding layer sees; small, so that short tests leave the window
 
@@ -45,7 +45,7 @@ SHAPE: dict[str, Any] = {
 }
 
 
-def tiny_tokenizer() -> PreTrainedTokenizerFast:
+def tiny_tokenizer() -> transformers.PreTrainedTokenizerFast:
     """One token a byte, its id the byte's value, then the special tokens."""
     alphabet = set(pre_tokenizers.ByteLevel.alphabet())
     # ByteLevel writes a printable byte as itself and the others, in order, as the characters from 256 on.
@@ -54,19 +54,19 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(
+    return transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>", model_max_length=8192
     )
 
 
-def tiny_config(family: str, **overrides: Any) -> PreTrainedConfig:
+def tiny_config(family: str, **overrides: Any) -> transformers.PreTrainedConfig:
     """Of a family's tiny model."""
     if family not in FAMILIES:
         raise ValueError(f"no tiny model of family {family!r}; choose one of {', '.join(FAMILIES)}.")
     tokenizer = tiny_tokenizer()
     tokens = {name: getattr(tokenizer, name) for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
     settings = {"vocab_size": len(tokenizer), **tokens, **SHAPE, **FAMILIES[family], **overrides}
-    return AutoConfig.for_model(settings.pop("model_type"), **settings)
+    return transformers.AutoConfig.for_model(settings.pop("model_type"), **settings)
 
 
 def tiny_model(
@@ -75,13 +75,15 @@ def tiny_model(
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
-    attn_implementation: str = NAME,
+    attn_implementation: str | None = None,
     **overrides: Any,
-) -> PreTrainedModel:
+) -> transformers.PreTrainedModel:
     """A random model of a family (about 0.8M parameters); overrides are config fields. Same seed, same weights."""
     config = tiny_config(family, **overrides)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attn_implementation)
-    placed: PreTrainedModel = model.to(device=device, dtype=dtype).eval()
+        model = transformers.AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32, attn_implementation=attn_implementation or registered()
+        )
+    placed: transformers.PreTrainedModel = model.to(device=device, dtype=dtype).eval()
     return placed

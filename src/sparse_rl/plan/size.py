@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+import transformers
 
-from sparse_rl.model.attention import NAME, no_mask
+from sparse_rl.model.attention import no_mask, registered
 from sparse_rl.model.dry_run import AttentionShape
 from sparse_rl.model.load import EMBEDDED, check_name
 from sparse_rl.model.tiny import tiny_config
@@ -63,7 +63,7 @@ def _last(path: str) -> str:
     return path.rpartition(".")[2]
 
 
-def model_config(name: str, *, download: bool) -> PretrainedConfig:
+def model_config(name: str, *, download: bool) -> transformers.PretrainedConfig:
     """The configuration of a model by the name that `load` takes; ValueError if it is not at hand."""
     if name == "tiny" or name.startswith("tiny:"):
         return tiny_config(name.partition(":")[2] or "llama")
@@ -71,18 +71,18 @@ def model_config(name: str, *, download: bool) -> PretrainedConfig:
     if download:
         check_name(name)
     try:
-        config: Any = AutoConfig.from_pretrained(path, local_files_only=not download)
+        config: Any = transformers.AutoConfig.from_pretrained(path, local_files_only=not download)
     except Exception as error:  # whatever the library, the hub or the file system says
         where = "this folder" if Path(name).exists() else "the hub" if download else "the local cache"
         raise ValueError(f"the configuration of {name!r} is not to be had from {where}: {first_line(error)}") from error
-    assert isinstance(config, PretrainedConfig)
+    assert isinstance(config, transformers.PretrainedConfig)
     return config
 
 
-def model_size(config: PretrainedConfig, name: str, dtype: torch.dtype) -> ModelSize:
+def model_size(config: transformers.PretrainedConfig, name: str, dtype: torch.dtype) -> ModelSize:
     """The size of a model with this configuration and dtype."""
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=NAME)
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=registered())
     try:
         layers = decoder_layers(model)
         few, many = (_trace(model, layers, tokens) for tokens in PROBES)
@@ -176,7 +176,7 @@ class _Flash(torch.autograd.Function):
         return out
 
 
-def _trace(model: PreTrainedModel, layers: list[torch.nn.Module], tokens: int) -> _Trace:
+def _trace(model: transformers.PreTrainedModel, layers: list[torch.nn.Module], tokens: int) -> _Trace:
     trace = _Trace({parameter.untyped_storage()._cdata for parameter in model.parameters()})
     hooks = []
     for i, layer in enumerate(layers):

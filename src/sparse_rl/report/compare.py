@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 import torch
+import transformers
 from rich.table import Table
 from rich.text import Text
-from transformers import PreTrainedTokenizerBase
 
 from sparse_rl.calibrate.statistics import quantiles
 from sparse_rl.types import Rollout
@@ -17,7 +17,12 @@ CLOSE, APART = 0.9, 0.5  # overlap from which a token is drawn green, below whic
 
 
 def side_by_side(
-    tokenizer: PreTrainedTokenizerBase, dense: Rollout, sparse: Rollout, overlap_T: torch.Tensor, *, exact: bool
+    tokenizer: transformers.PreTrainedTokenizerBase,
+    dense: Rollout,
+    sparse: Rollout,
+    overlap_T: torch.Tensor,
+    *,
+    exact: bool,
 ) -> Table:
     """A table of spans of tokens; `summary` goes below it."""
     table = Table(title=Text(_shorten(sparse.prompt.text)), title_justify="left", expand=False)

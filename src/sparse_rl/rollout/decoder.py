@@ -16,7 +16,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+import transformers
 
 from sparse_rl.kernels.backend import use_triton
 from sparse_rl.kernels.sampling import sample
@@ -43,7 +43,7 @@ TRACING: dict[str, Any] = {"recompile_limit": 64, "specialize_float": True}
 class Decoder:
     def __init__(
         self,
-        model: PreTrainedModel,
+        model: transformers.PreTrainedModel,
         cache: PagedCache,
         sampling: Sampling,
         *,
@@ -248,7 +248,7 @@ def batch_sizes(num_rows: int) -> list[int]:
     return sorted(sizes | {num_rows})
 
 
-def compiled_parts(model: PreTrainedModel) -> list[torch.nn.Module]:
+def compiled_parts(model: transformers.PreTrainedModel) -> list[torch.nn.Module]:
     """Decoder layers, and what stands beside them but the embedding."""
     parts: list[torch.nn.Module] = []
     for child in model.base_model.children():

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import transformers
 from torch.nn.functional import linear
-from transformers import PreTrainedModel
 
 from sparse_rl.kernels.backend import upcast
 from sparse_rl.kernels.logprob import logprob_gradient, logsumexp, most_likely
@@ -54,7 +54,7 @@ class LogitMap:
 class Head:
     """The last step of a causal LM, split off from its body."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: transformers.PreTrainedModel) -> None:
         self.model = model
         self.map = _logit_map(model)
 
@@ -191,7 +191,7 @@ def _scores(
 
 
 @torch.no_grad()
-def _logit_map(model: PreTrainedModel) -> LogitMap | None:
+def _logit_map(model: transformers.PreTrainedModel) -> LogitMap | None:
     """How the module's logits come from lm_head(hidden), if it is known."""
     capping = {key: given for key, given in model.config.to_dict().items() if "softcap" in key and given}
     cap = capping.pop("final_logit_softcapping", None)

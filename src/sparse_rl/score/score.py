@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from transformers import PreTrainedModel
+import transformers
 
 from sparse_rl.score.head import Head, TokenScores
 from sparse_rl.score.pack import Completions, Microbatch, flatten, pack
@@ -49,7 +49,7 @@ def score_microbatch(
 
 @torch.no_grad()
 def score(
-    model: PreTrainedModel, rollouts: list[Rollout], *, temperature: float = 1.0, max_tokens: int = 8192
+    model: transformers.PreTrainedModel, rollouts: list[Rollout], *, temperature: float = 1.0, max_tokens: int = 8192
 ) -> list[DenseScores]:
     """Dense scores of each rollout, in order, from forwards of at most `max_tokens` (or one rollout)."""
     head, completions = Head(model), flatten(rollouts, model.device)

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
-from transformers import PreTrainedTokenizerBase
+import transformers
 
 from sparse_rl.grading import Failed
 from sparse_rl.tasks.event_loop import run_together
@@ -60,7 +60,11 @@ class TaskConfig(Protocol):
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
     def build(
-        self, tokenizer: PreTrainedTokenizerBase, *, context: int | None = None, grading: GradingConfig | None = None
+        self,
+        tokenizer: transformers.PreTrainedTokenizerBase,
+        *,
+        context: int | None = None,
+        grading: GradingConfig | None = None,
     ) -> Task: ...
 
 
@@ -128,7 +132,7 @@ class Rewards:
                 return f"{wrong} (reward {name!r})"
         return None
 
-    def grade(self, rollouts: list[Rollout], tokenizer: PreTrainedTokenizerBase) -> Graded:
+    def grade(self, rollouts: list[Rollout], tokenizer: transformers.PreTrainedTokenizerBase) -> Graded:
         """Call every function once with all completions."""
         return self.grade_texts(rollouts, completion_texts(rollouts, tokenizer))
 
@@ -184,7 +188,7 @@ def _broken(name: str, function: Reward, error: BaseException) -> ValueError:
     return ValueError(f"reward function {name!r} raised {type(error).__name__}: {error}{where}; mend it, then resume.")
 
 
-def completion_texts(rollouts: list[Rollout], tokenizer: PreTrainedTokenizerBase) -> list[str]:
+def completion_texts(rollouts: list[Rollout], tokenizer: transformers.PreTrainedTokenizerBase) -> list[str]:
     """What the model wrote, as graders read it."""
     ids = [rollout.token_ids.tolist() for rollout in rollouts]
     return [str(text) for text in tokenizer.batch_decode(ids, skip_special_tokens=True)]

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+import transformers
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from sparse_rl.tasks.base import Rewards
 from sparse_rl.types import Prompt
@@ -98,7 +98,7 @@ class Chain:
     def rewards(self) -> Rewards:
         return Rewards((right_answer,))
 
-    def build(self, tokenizer: PreTrainedTokenizerBase, **_: Any) -> Chain:
+    def build(self, tokenizer: transformers.PreTrainedTokenizerBase, **_: Any) -> Chain:
         """Itself, if the tokenizer is the one its problems are written in."""
         if tokenizer.get_vocab() != TOKEN:
             raise ValueError(
@@ -137,11 +137,11 @@ def right_answer(completions: list[str], answer: list[str], **_: object) -> list
     return [float(text.endswith(f"!{right}")) for text, right in zip(completions, answer, strict=True)]
 
 
-def chain_tokenizer() -> PreTrainedTokenizerFast:
+def chain_tokenizer() -> transformers.PreTrainedTokenizerFast:
     """One token a character."""
     tokenizer = Tokenizer(models.WordLevel(TOKEN, unk_token=PAD))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
+    return transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token=PAD, eos_token=EOS, unk_token=PAD, clean_up_tokenization_spaces=False
     )

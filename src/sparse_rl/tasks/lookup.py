@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from string import ascii_uppercase
 from typing import Any, ClassVar, Literal, get_args
 
-from transformers import PreTrainedTokenizerBase
+import transformers
 
 from sparse_rl.grading.completion import text_of
 from sparse_rl.tasks.base import Rewards
@@ -68,7 +68,7 @@ class Lookup:
     def values(self) -> range:
         return range(10 ** (self.digits - 1), 10**self.digits)
 
-    def build(self, tokenizer: PreTrainedTokenizerBase, **_: Any) -> LookupTask:
+    def build(self, tokenizer: transformers.PreTrainedTokenizerBase, **_: Any) -> LookupTask:
         return LookupTask(self, tokenizer)
 
     def problem(self, name: str) -> tuple[str, str]:
@@ -84,7 +84,7 @@ class Lookup:
 class LookupTask:
     """The look-ups as prompts for a tokenizer."""
 
-    def __init__(self, config: Lookup, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, config: Lookup, tokenizer: transformers.PreTrainedTokenizerBase) -> None:
         self.config, self.tokenizer = config, tokenizer
         self.settings = {"name": config.name, **asdict(config)}
         self.rewards = Rewards((RightValue(),))

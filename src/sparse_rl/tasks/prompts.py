@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from transformers import PreTrainedTokenizerBase
+import transformers
 
 from sparse_rl.tasks.base import GIVEN
 from sparse_rl.tasks.templates import TEMPLATES, Template
@@ -57,7 +57,7 @@ def named_template(name: str) -> Template:
     return TEMPLATES.get(name) or Template(name)
 
 
-def find_template(name: str, tokenizer: PreTrainedTokenizerBase) -> Template:
+def find_template(name: str, tokenizer: transformers.PreTrainedTokenizerBase) -> Template:
     """The template as a model gets it, in training and in evaluation.
 
     Without a chat template, the turns of a named one are lines of plain text, and a user's own text is what it says.
@@ -68,12 +68,12 @@ def find_template(name: str, tokenizer: PreTrainedTokenizerBase) -> Template:
     return replace(template, lines=True) if name in TEMPLATES else replace(template, chat=False)
 
 
-def default_template(tokenizer: PreTrainedTokenizerBase) -> Template:
+def default_template(tokenizer: transformers.PreTrainedTokenizerBase) -> Template:
     """A user's turn where the tokenizer has a chat template, else the text and a new line."""
     return find_template("chat", tokenizer)
 
 
-def as_turn(text: str, tokenizer: PreTrainedTokenizerBase) -> str | list[dict[str, str]]:
+def as_turn(text: str, tokenizer: transformers.PreTrainedTokenizerBase) -> str | list[dict[str, str]]:
     """A problem as the default template has it."""
     return default_template(tokenizer).prompt(text)
 
@@ -81,7 +81,7 @@ def as_turn(text: str, tokenizer: PreTrainedTokenizerBase) -> str | list[dict[st
 def make_prompt(
     row: Any,
     where: str,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: transformers.PreTrainedTokenizerBase,
     chat_template_kwargs: dict[str, Any] | None = None,
     own: str | None = None,
 ) -> Prompt:
@@ -132,7 +132,7 @@ def check_known(
     text: str,
     ids: tuple[int, ...] | list[int],
     where: str,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: transformers.PreTrainedTokenizerBase,
     own: str | None = None,
 ) -> None:
     """Refuse text that the tokenizer has no tokens for: the model would read something else.

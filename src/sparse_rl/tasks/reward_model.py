@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+import transformers
 
 from sparse_rl.grading import Failed
 
@@ -28,8 +28,8 @@ class RewardModel:
         self.__name__ = Path(path).name
         self.path, self.device = path, device or ("cuda" if torch.cuda.is_available() else "cpu")
         try:
-            self.tokenizer = AutoTokenizer.from_pretrained(path)
-            model, loading = AutoModelForSequenceClassification.from_pretrained(
+            self.tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+            model, loading = transformers.AutoModelForSequenceClassification.from_pretrained(
                 path, dtype="auto", output_loading_info=True
             )
             torch.empty(0, device=self.device)

@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
-from transformers import PreTrainedTokenizerBase
+import transformers
 
 from sparse_rl.specs import suggestion
 from sparse_rl.tasks.base import ANY_NAME, GIVEN, Reward, Rewards, keywords_of
@@ -76,7 +76,11 @@ class RowsConfig:
             raise ValueError(f"task.max_prompt_tokens is {self.max_prompt_tokens}; it must be at least 1.")
 
     def build(
-        self, tokenizer: PreTrainedTokenizerBase, *, context: int | None = None, grading: GradingConfig | None = None
+        self,
+        tokenizer: transformers.PreTrainedTokenizerBase,
+        *,
+        context: int | None = None,
+        grading: GradingConfig | None = None,
     ) -> Rows:
         """Read the files. Prompts must leave room for at least one token in the `context`."""
         rewards = Rewards(tuple(build_reward(spec, grading) for spec in self.rewards), self.reward_weights)
@@ -109,7 +113,7 @@ class RowsConfig:
         table: Table,
         layout: Layout,
         rewards: Rewards,
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: transformers.PreTrainedTokenizerBase,
         context: int | None,
     ) -> list[Prompt]:
         template = find_template(self.template, tokenizer) if self.template is not None else None
@@ -143,7 +147,7 @@ class Rows:
         self,
         rows: Sequence[dict[str, Any] | Prompt],
         rewards: Rewards,
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: transformers.PreTrainedTokenizerBase,
         eval_rows: Sequence[dict[str, Any] | Prompt] = (),
         settings: dict[str, Any] | None = None,
     ) -> None:
@@ -192,7 +196,7 @@ def _wanted(function: Reward) -> list[str]:
     return [name for name in needed if name not in GIVEN]
 
 
-def _as_prompt(row: dict[str, Any] | Prompt, where: str, tokenizer: PreTrainedTokenizerBase) -> Prompt:
+def _as_prompt(row: dict[str, Any] | Prompt, where: str, tokenizer: transformers.PreTrainedTokenizerBase) -> Prompt:
     return row if isinstance(row, Prompt) else make_prompt(row, where, tokenizer)
 
 

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerBase
+import transformers
 
 from sparse_rl.tasks.files import Table, read_table
 from sparse_rl.tasks.layouts import LAYOUTS, is_answer
@@ -70,7 +70,9 @@ class ExamplesConfig:
         if self.max_length is not None and self.max_length < 2:
             raise ValueError(f"data.max_length is {self.max_length}; it must be at least 2.")
 
-    def build(self, tokenizer: PreTrainedTokenizerBase, end_ids: tuple[int, ...], context: int) -> Examples:
+    def build(
+        self, tokenizer: transformers.PreTrainedTokenizerBase, end_ids: tuple[int, ...], context: int
+    ) -> Examples:
         """Read the files. The first of `end_ids` ends a completion that does not end with one of them already."""
         if self.max_length is not None and self.max_length > context:
             raise ValueError(f"data.max_length is {self.max_length}, but the model's context is {context}; lower it.")
@@ -83,7 +85,11 @@ class ExamplesConfig:
 
 
 def make_examples(
-    table: Table, tokenizer: PreTrainedTokenizerBase, end_ids: tuple[int, ...], max_length: int, remedy: str
+    table: Table,
+    tokenizer: transformers.PreTrainedTokenizerBase,
+    end_ids: tuple[int, ...],
+    max_length: int,
+    remedy: str,
 ) -> list[Example]:
     """The rows that are short enough; errors name them, and the remedy for those that are not."""
     examples = {}
@@ -94,7 +100,7 @@ def make_examples(
 
 
 def make_example(
-    row: dict[str, Any], where: str, tokenizer: PreTrainedTokenizerBase, end_ids: tuple[int, ...]
+    row: dict[str, Any], where: str, tokenizer: transformers.PreTrainedTokenizerBase, end_ids: tuple[int, ...]
 ) -> Example:
     """A row as an example; `where` names it in errors."""
     completion = row.get("completion")

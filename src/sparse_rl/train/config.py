@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
-from transformers import PreTrainedModel
+import transformers
 
 from sparse_rl.kv import Full, KVPolicy
 from sparse_rl.objective.advantage import Estimator
@@ -110,7 +110,7 @@ def check_dtype(dtype: torch.dtype | None) -> None:
         raise ValueError("dtype is float16, in which small gradients become 0; train in bfloat16 or float32.")
 
 
-def check_model(model: PreTrainedModel) -> None:
+def check_model(model: transformers.PreTrainedModel) -> None:
     """The learner's log-probs must be the sampler's, and its gradients must be numbers."""
     check_dtype(model.dtype)
     for name, module in model.named_modules():

@@ -17,7 +17,6 @@ from functools import partial
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from sparse_rl.kv import KVPolicy
 from sparse_rl.kv.replay import ReplayedRows
@@ -101,7 +100,7 @@ class Distiller:
 
         def master_of(parameter: nn.Parameter) -> torch.Tensor:
             found = masters.get(parameter, parameter)
-            whole = found.full_tensor() if isinstance(found, DTensor) else found
+            whole = found.full_tensor() if hasattr(found, "full_tensor") else found
             return whole.to(parameter.device, torch.promote_types(parameter.dtype, torch.float32))
 
         return self.adapter.on(self.model, self.merged.renew(self.model, master_of))

@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+import transformers
 
 from sparse_rl.model import lora
 from sparse_rl.model.load import load
@@ -40,7 +40,9 @@ def export(folder: Path, output: Path, dtype: torch.dtype | None = None) -> None
         remove(temporary)
 
 
-def _model(folder: Path, dtype: torch.dtype | None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def _model(
+    folder: Path, dtype: torch.dtype | None
+) -> tuple[transformers.PreTrainedModel, transformers.PreTrainedTokenizerBase]:
     adapted, of_a_run = (folder / lora.ADAPTER).is_file(), (folder / checkpoint.STATE).is_file()
     if adapted and not of_a_run:
         loaded = load(str(folder), dtype=dtype)
@@ -48,12 +50,12 @@ def _model(folder: Path, dtype: torch.dtype | None) -> tuple[PreTrainedModel, Pr
     settings = checkpoint.read_state(folder)["settings"]
     trained = getattr(torch, settings["dtype"])
     masters, dtype = checkpoint.read_masters(folder), dtype or trained
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     if adapted:
         model = load(lora.base_name(folder), dtype=trained).model
         lora.merge(model, folder, dtype=dtype, masters=masters)
         return model, tokenizer
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(masters.get(name, parameter))

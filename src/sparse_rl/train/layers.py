@@ -15,10 +15,9 @@ from functools import lru_cache, partial
 from typing import Any, Literal
 
 import torch
-from torch._dynamo.exc import TorchDynamoException
+import transformers
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
-from transformers import PreTrainedModel
 
 from sparse_rl.model.attention import keep_out_of_compiled_code
 from sparse_rl.rollout.decoder import COMPILER, TRACING
@@ -31,7 +30,7 @@ Activations = Literal["keep", "recompute", "offload"]
 
 
 @contextmanager
-def learner_layers(model: PreTrainedModel, activations: Activations, *, compiles: bool) -> Iterator[None]:
+def learner_layers(model: transformers.PreTrainedModel, activations: Activations, *, compiles: bool) -> Iterator[None]:
     """Run the layers so for as long as this lasts. Hooks on a layer stay outside of what is compiled and run again."""
     layers = decoder_layers(model)
     if compiles:
@@ -47,7 +46,7 @@ def learner_layers(model: PreTrainedModel, activations: Activations, *, compiles
             layer.__dict__.pop("forward", None)
 
 
-def decoder_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
+def decoder_layers(model: transformers.PreTrainedModel) -> list[torch.nn.Module]:
     return [layer for child in model.base_model.children() if isinstance(child, torch.nn.ModuleList) for layer in child]
 
 
@@ -66,7 +65,7 @@ def _run_compiled(layer: torch.nn.Module, hidden_states: torch.Tensor, *args: An
     if plain not in UNCOMPILED:
         try:
             return _compiled(plain)(layer, hidden_states, *args, **kwargs)
-        except TorchDynamoException as error:
+        except torch._dynamo.exc.TorchDynamoException as error:
             UNCOMPILED.add(plain)
             logger.warning("the decoder layers cannot be compiled (%s); they learn as they are.", first_line(error))
     return plain(layer, hidden_states, *args, **kwargs)

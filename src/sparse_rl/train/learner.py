@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from sparse_rl.score.head import Head
 from sparse_rl.specs import check_choices
@@ -120,7 +119,7 @@ class Learner:
             self.masters.zero_grad()
             return metrics | {"grad_norm": 0.0, "correction/skipped_updates": 1.0}
         total = torch.nn.utils.clip_grad_norm_(self.masters.holders, max_grad_norm)
-        norm = float(total.full_tensor() if isinstance(total, DTensor) else total)
+        norm = float(total.full_tensor() if hasattr(total, "full_tensor") else total)
         finite = math.isfinite(norm)
         if finite:
             self.masters.step(self.optimizer)

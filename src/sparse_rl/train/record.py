@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerBase
+import transformers
 
 from sparse_rl.rollout.engine import EngineStats
 from sparse_rl.tasks import Graded
@@ -133,7 +133,7 @@ def completion_records(
     graded: Graded,
     advantages_R: torch.Tensor,
     updated: Updated,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: transformers.PreTrainedTokenizerBase,
     count: int,
 ) -> list[dict[str, Any]]:
     """The first completions of the batch, spread over its groups."""
@@ -157,7 +157,7 @@ def completion_records(
 
 
 def rejected_records(
-    rollouts: list[Rollout], updated: Updated, tokenizer: PreTrainedTokenizerBase, count: int
+    rollouts: list[Rollout], updated: Updated, tokenizer: transformers.PreTrainedTokenizerBase, count: int
 ) -> list[dict[str, Any]]:
     """The rejected completions with the token the dense model finds least likely, both log-probs and its context."""
     lowest = {}

@@ -13,10 +13,8 @@ import copy
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from transformers import PreTrainedModel
 
 from sparse_rl.score.head import Head, TokenScores
 from sparse_rl.train.layers import decoder_layers
@@ -28,7 +26,7 @@ from sparse_rl.train.processes import Processes
 class ShardedWeights(MasterWeights):
     """The shards of a module's trainable parameters, and `head` to score with them."""
 
-    def __init__(self, module: PreTrainedModel, processes: Processes) -> None:
+    def __init__(self, module: transformers.PreTrainedModel, processes: Processes) -> None:
         self.root: Any = _shard(_Scorer(copy.deepcopy(module)), module.dtype, processes.size)
         self.head = ShardedHead(self.root)
         self.moved = False  # since the sampler's module was written
@@ -85,7 +83,7 @@ class ShardedHead(Head):
 class _Scorer(nn.Module):
     """The model and its head as one module, whose forward is the one FSDP wraps: it returns plain tensors."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: transformers.PreTrainedModel) -> None:
         super().__init__()
         self.model, self.head = model, Head(model)
 
@@ -104,6 +102,9 @@ class _Scorer(nn.Module):
 
 def _shard(scorer: _Scorer, dtype: torch.dtype, size: int) -> _Scorer:
     """Shard layer by layer, so that one layer at a time is whole in fp32."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
     lower = dtype.itemsize < 4
     precision = MixedPrecisionPolicy(
         param_dtype=dtype if lower else None, reduce_dtype=torch.float32 if lower else None, cast_forward_inputs=False

@@ -2,7 +2,7 @@
 """A learner's fp32 weights and optimiser state on disk, in the form of torch.distributed.checkpoint.
 
 Every process writes and reads its own part, and any number of processes can read what another number wrote. Names are
-masters.PARAMETER and optimizer.PARAMETER.KEY.
+masters.PARAMETER and optimizer.PARAMETER.KEY. The library is imported where it is used: it takes most of a second.
 """
 
 from __future__ import annotations
@@ -14,16 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from sparse_rl.train.learner import Learner, set_rate
 
 
 def write_shards(folder: Path, learner: Learner) -> None:
+    from torch.distributed.checkpoint import state_dict_saver
+    from torch.distributed.checkpoint.api import CheckpointException
+
     try:
         with _no_warning():
             state_dict_saver.save(_shards(learner), checkpoint_id=folder, no_dist=not learner.processes.grouped)
@@ -34,6 +33,9 @@ def write_shards(folder: Path, learner: Learner) -> None:
 
 def read_shards(folder: Path, learner: Learner) -> list[str]:
     """Read them into the learner; if they are of other parameters, return which ones and change nothing."""
+    from torch.distributed.checkpoint import state_dict_loader
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+
     saved = FileSystemReader(folder).read_metadata().state_dict_metadata
     ours = {f"masters.{name}": master.shape for name, master in learner.masters.state_dict().items()}
     theirs = {key: getattr(entry, "size", None) for key, entry in saved.items() if key.startswith("masters.")}
@@ -51,6 +53,9 @@ def read_shards(folder: Path, learner: Learner) -> list[str]:
 
 def whole_masters(folder: Path) -> dict[str, torch.Tensor]:
     """The fp32 weights alone, each as a whole."""
+    from torch.distributed.checkpoint import state_dict_loader
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+
     saved: dict[str, Any] = FileSystemReader(folder).read_metadata().state_dict_metadata
     masters = {
         key.removeprefix("masters."): torch.empty(entry.size, dtype=entry.properties.dtype)
@@ -76,7 +81,7 @@ def _shards(learner: Learner) -> dict[str, Any]:
 
 def _plain(value: Any) -> Any:
     """A tensor made of others, like torchao's of 8 bits, as those."""
-    if is_traceable_wrapper_subclass(value) and not isinstance(value, DTensor):
+    if is_traceable_wrapper_subclass(value) and not hasattr(value, "full_tensor"):
         return {name: _plain(getattr(value, name)) for name in value.__tensor_flatten__()[0]}
     assert isinstance(value, torch.Tensor), f"{type(value).__name__} cannot be read in place"
     return value

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from transformers import PreTrainedTokenizerBase
+import transformers
 
 from sparse_rl.rollout import Engine
 from sparse_rl.rollout.engine import EngineStats
@@ -33,7 +33,11 @@ def rollout_stats(engine: Engine, processes: Processes) -> EngineStats:
 
 
 def grade(
-    rewards: Rewards, rollouts: list[Rollout], n: int, tokenizer: PreTrainedTokenizerBase, processes: Processes
+    rewards: Rewards,
+    rollouts: list[Rollout],
+    n: int,
+    tokenizer: transformers.PreTrainedTokenizerBase,
+    processes: Processes,
 ) -> Graded:
     """The rewards of all rollouts, `n` a prompt: each process grades its share of whole groups."""
     mine = processes.share(len(rollouts) // n)
