@@ -30,7 +30,7 @@ from sparse_rl.objective.advantage import advantages
 from sparse_rl.objective.correction import PRESETS
 from sparse_rl.objective.loss import LossConfig
 from sparse_rl.objective.mismatch import overlap_ids
-from sparse_rl.plan import Plan, Run, choose_device, make_plan, model_size, summary
+from sparse_rl.plan import Plan, RunSize, choose_device, make_plan, model_size, summary
 from sparse_rl.rollout import EngineConfig, Sampling
 from sparse_rl.rollout.memory import GuardedEngine, out_of_memory
 from sparse_rl.runfolder import provenance
@@ -112,7 +112,7 @@ class Record:
 
 def planned(args: argparse.Namespace, loaded: LoadedModel, kv: KVPolicy) -> Plan:
     size = model_size(loaded.model.config, args.shape, torch.bfloat16)
-    run = Run(
+    run = RunSize(
         kv=kv,
         rows=args.sequences,
         requests=args.sequences,

@@ -4,14 +4,14 @@
 from __future__ import annotations
 
 from sparse_rl.kv import RKV
-from sparse_rl.plan import Device, Run
+from sparse_rl.plan import Device, RunSize
 from sparse_rl.plan.device import choose_device
 
 BIG = Device(name="big", memory=10**15)
 H200 = choose_device("cpu", gpu="h200")
 
 
-def long_run(**changes) -> Run:
+def long_run(**changes) -> RunSize:
     """64 sequences of 16k tokens."""
     settings = {
         "kv": RKV(budget=512, interval=128),
@@ -21,7 +21,7 @@ def long_run(**changes) -> Run:
         "completion": 16384,
         "max_tokens": 8192,
     }
-    return Run(**(settings | changes))
+    return RunSize(**(settings | changes))
 
 
 def held(plan, name):

@@ -17,7 +17,7 @@ from sparse_rl.cli.train import read, train_parser
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser, Namespace
 
-    from sparse_rl.plan import Device, ModelSize, Plan, Run
+    from sparse_rl.plan import Device, ModelSize, Plan, RunSize
 
 logger = logging.getLogger(__name__)
 
@@ -144,12 +144,12 @@ def _size(model: str, shape: str | None, dtype: str | None, cuda: bool, download
     return model_size(config, model, chosen or torch.float32)
 
 
-def _run(size: ModelSize, parts: dict[str, Any], prompt: int, ranks: int) -> Run:
+def _run(size: ModelSize, parts: dict[str, Any], prompt: int, ranks: int) -> RunSize:
     """What the settings say of memory, as numbers."""
     from sparse_rl.calibrate.search import with_budget
     from sparse_rl.model.lora import check_rank
     from sparse_rl.objective.mismatch import overlap_ids
-    from sparse_rl.plan import Run
+    from sparse_rl.plan import RunSize
     from sparse_rl.train.control import control_grid
 
     engine, update, optimizer, lora = (parts[name] for name in ("engine", "update", "optimizer", "lora"))
@@ -165,7 +165,7 @@ def _run(size: ModelSize, parts: dict[str, Any], prompt: int, ranks: int) -> Run
     if control.auto:
         grid = control_grid(control, kv, prompt=prompt, longest=prompt + completion, page_size=page_size)
         kv = with_budget(kv, grid[-1])
-    return Run(
+    return RunSize(
         kv=kv,
         auto=grid[0] if grid else 0,
         rows=engine.rows,

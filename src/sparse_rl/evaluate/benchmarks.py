@@ -50,7 +50,7 @@ def evaluate_benchmarks(
     with lock(folder, "evaluating"):
         going_on = check_folder(folder, NAME, "an evaluation", resume=resume)  # again, now that nobody else writes
         record = Record(folder, evaluation, suites, resume=going_on, began=began)
-        run = Run(folder, evaluation, suites, prompts, record, observer or EvalObserver())
+        run = EvalRun(folder, evaluation, suites, prompts, record, observer or EvalObserver())
         try:
             run.generate()
         except BaseException:
@@ -82,7 +82,7 @@ class Pace:
         return (time.perf_counter() - self.began) * (self.samples - finished) / finished if finished else None
 
 
-class Run:
+class EvalRun:
     """One evaluation under way."""
 
     def __init__(

@@ -4,7 +4,7 @@
 from sparse_rl.plan.advice import Remedy, remedies, rows_that_fit, sparse_policy, together
 from sparse_rl.plan.device import choose_device
 from sparse_rl.plan.memory import Plan, make_plan
-from sparse_rl.plan.records import Device, Footprint, Run
+from sparse_rl.plan.records import Device, Footprint, RunSize
 from sparse_rl.plan.show import as_json, lines, summary
 from sparse_rl.plan.size import ModelSize, model_config, model_size
 
@@ -14,7 +14,7 @@ __all__ = [
     "ModelSize",
     "Plan",
     "Remedy",
-    "Run",
+    "RunSize",
     "as_json",
     "choose_device",
     "lines",

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 
 from sparse_rl.kv import RKV, EvictPolicy, Full, KVPolicy, build_policy
 from sparse_rl.plan.memory import Plan, largest, make_plan
-from sparse_rl.plan.records import Device, Run
+from sparse_rl.plan.records import Device, RunSize
 from sparse_rl.plan.size import ModelSize
 from sparse_rl.rollout.engine import MAX_ROWS
 
@@ -31,7 +31,7 @@ class Remedy:
     plan: Plan
 
 
-Change = Callable[[Plan], tuple[str, Run] | None]
+Change = Callable[[Plan], tuple[str, RunSize] | None]
 
 
 def remedies(plan: Plan) -> list[Remedy]:
@@ -62,7 +62,7 @@ def together(plan: Plan) -> list[Remedy]:
     return _all(plan, chosen)
 
 
-def rows_that_fit(size: ModelSize, run: Run, device: Device, kv: KVPolicy) -> int:
+def rows_that_fit(size: ModelSize, run: RunSize, device: Device, kv: KVPolicy) -> int:
     """Most rows that can be in flight at their longest under a policy, however many are asked for."""
 
     def fits(rows: int) -> bool:
@@ -72,7 +72,7 @@ def rows_that_fit(size: ModelSize, run: Run, device: Device, kv: KVPolicy) -> in
     return largest(fits, MAX_ROWS)
 
 
-def sparse_policy(run: Run) -> KVPolicy:
+def sparse_policy(run: RunSize) -> KVPolicy:
     """The run's own policy if it is sparse, else what the recipes use."""
     return run.kv if isinstance(run.kv, EvictPolicy) else RKV()
 
@@ -102,7 +102,7 @@ def _apply(plan: Plan, cost: str, change: Change) -> Remedy | None:
     return Remedy(setting=changed[0], cost=cost, plan=after) if helps or after.fits else None
 
 
-def _fewer_tokens(plan: Plan) -> tuple[str, Run] | None:
+def _fewer_tokens(plan: Plan) -> tuple[str, RunSize] | None:
     run = plan.run
     if run.max_tokens <= run.length:
         return None
@@ -115,7 +115,7 @@ def _fewer_tokens(plan: Plan) -> tuple[str, Run] | None:
 
 
 def _activations(kind: str) -> Change:
-    def change(plan: Plan) -> tuple[str, Run] | None:
+    def change(plan: Plan) -> tuple[str, RunSize] | None:
         kinds = ["keep", "recompute", "offload"]
         if kinds.index(kind) <= kinds.index(plan.run.activations) or (kind == "offload" and not plan.device.cuda):
             return None
@@ -124,25 +124,25 @@ def _activations(kind: str) -> Change:
     return change
 
 
-def _optimizer_to_host(plan: Plan) -> tuple[str, Run] | None:
+def _optimizer_to_host(plan: Plan) -> tuple[str, RunSize] | None:
     if plan.run.on_host or plan.run.lora or plan.run.ranks > 1 or not plan.device.cuda:
         return None
     return "optimizer.offload true", replace(plan.run, on_host=True)
 
 
-def _moments_in_8bit(plan: Plan) -> tuple[str, Run] | None:
+def _moments_in_8bit(plan: Plan) -> tuple[str, RunSize] | None:
     if plan.run.moments == "8bit" or plan.run.on_host or plan.run.lora or plan.run.ranks > 1:
         return None
     return "optimizer.kind adamw_8bit", replace(plan.run, moments="8bit")
 
 
-def _pool_of_its_own(plan: Plan) -> tuple[str, Run] | None:
+def _pool_of_its_own(plan: Plan) -> tuple[str, RunSize] | None:
     if plan.rollout_fits or plan.run.pool_pages is None:
         return None
     return "engine.pool_pages null --engine.pool_bytes null", replace(plan.run, pool_pages=None)
 
 
-def _fewer_rows(plan: Plan) -> tuple[str, Run] | None:
+def _fewer_rows(plan: Plan) -> tuple[str, RunSize] | None:
     if plan.rollout_fits or plan.run.pool_pages is not None:
         return None
 
@@ -153,7 +153,7 @@ def _fewer_rows(plan: Plan) -> tuple[str, Run] | None:
     return (f"engine.rows {rows}", replace(plan.run, rows=rows)) if rows else None
 
 
-def _sparse(plan: Plan) -> tuple[str, Run] | None:
+def _sparse(plan: Plan) -> tuple[str, RunSize] | None:
     if plan.rollout_fits or not isinstance(plan.run.kv, Full):
         return None
     policy = RKV()
@@ -161,7 +161,7 @@ def _sparse(plan: Plan) -> tuple[str, Run] | None:
     return setting, replace(plan.run, kv=policy)
 
 
-def _smaller_budget(plan: Plan) -> tuple[str, Run] | None:
+def _smaller_budget(plan: Plan) -> tuple[str, RunSize] | None:
     policy, auto = plan.run.kv, plan.run.auto
     if not isinstance(policy, EvictPolicy) or isinstance(policy.budget, str):
         return None
@@ -175,7 +175,7 @@ def _smaller_budget(plan: Plan) -> tuple[str, Run] | None:
     return f"{'control.largest' if auto else 'kv.budget'} {half}", replace(plan.run, kv=smaller)
 
 
-def _more_ranks(plan: Plan) -> tuple[str, Run] | None:
+def _more_ranks(plan: Plan) -> tuple[str, RunSize] | None:
     """The fewest processes that fit by themselves, else twice as many."""
     if plan.run.on_host or plan.run.moments == "8bit":
         return None  # neither is sharded
@@ -188,7 +188,7 @@ def _more_ranks(plan: Plan) -> tuple[str, Run] | None:
     return f"ranks {run.ranks}", run
 
 
-def _lora(plan: Plan) -> tuple[str, Run] | None:
+def _lora(plan: Plan) -> tuple[str, RunSize] | None:
     if plan.run.lora:
         return None
     return f"lora.r {LORA_RANK}", replace(plan.run, lora=plan.size.adapters(LORA_RANK))

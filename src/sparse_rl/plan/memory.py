@@ -14,7 +14,7 @@ import torch
 
 from sparse_rl.kv import EvictPolicy
 from sparse_rl.kv.cache import PagedCache
-from sparse_rl.plan.records import ALWAYS, LEARNING, Device, Footprint, Run
+from sparse_rl.plan.records import ALWAYS, LEARNING, Device, Footprint, RunSize
 from sparse_rl.plan.resident import resident_lines
 from sparse_rl.plan.size import ModelSize
 from sparse_rl.rollout.engine import GPU_RESERVE, HOST_SHARE
@@ -33,7 +33,7 @@ class Plan:
     """What a run holds on a device."""
 
     size: ModelSize
-    run: Run
+    run: RunSize
     device: Device
     lines: tuple[Footprint, ...]
     pages_a_row: int
@@ -90,7 +90,7 @@ class Plan:
         return max(0, min(self.run.rows_used, rows))
 
 
-def make_plan(size: ModelSize, run: Run, device: Device) -> Plan:
+def make_plan(size: ModelSize, run: RunSize, device: Device) -> Plan:
     """What the run holds; the pool is what the engine would make of the memory that is left."""
     resident, state = resident_lines(size, run), _rows_state(size, run)
     outside = _outside(device)
@@ -127,12 +127,12 @@ def largest(fits: Callable[[int], bool], most: int) -> int:
     return low
 
 
-def _longest(size: ModelSize, run: Run) -> Sequence:
+def _longest(size: ModelSize, run: RunSize) -> Sequence:
     completion = max(1, min(run.completion, size.context - run.prompt))
     return Sequence(request=0, prompt_idx=0, prompt_len=run.prompt, max_tokens=completion)
 
 
-def _pool(size: ModelSize, run: Run, pages: int, stays: bool) -> Footprint:
+def _pool(size: ModelSize, run: RunSize, pages: int, stays: bool) -> Footprint:
     more = f" and {run.kv.num_landmarks} landmarks" if run.kv.num_landmarks else ""
     held = f"to {run.length:,} tokens a row"
     if isinstance(run.kv, EvictPolicy):
@@ -151,7 +151,7 @@ def _pool(size: ModelSize, run: Run, pages: int, stays: bool) -> Footprint:
     )
 
 
-def _rows_state(size: ModelSize, run: Run) -> list[Footprint]:
+def _rows_state(size: ModelSize, run: RunSize) -> list[Footprint]:
     """Query rings, page tables, and tokens on their way to the host: made by the engine's own code, without memory."""
     longest = entries_reached(run.kv, _longest(size, run))
     entries = min(run.kv.bound or 1 << (longest - 1).bit_length(), size.context)
@@ -173,7 +173,7 @@ def _state_bytes(size: ModelSize, rows: int, page_size: int, queries: int, entri
     return sum(tensor.nbytes for tensor in tensors) + table.num_bytes
 
 
-def _rollout(size: ModelSize, run: Run, device: Device) -> list[Footprint]:
+def _rollout(size: ModelSize, run: RunSize, device: Device) -> list[Footprint]:
     """What prefill, decoding and compression need beside the pool."""
     item, shape, rows = size.itemsize, size.attention, run.rows_used
     tokens = min(rows * run.prompt, max(run.prompt, run.prefill_tokens))
@@ -208,7 +208,7 @@ def _rollout(size: ModelSize, run: Run, device: Device) -> list[Footprint]:
     return lines
 
 
-def _learning(size: ModelSize, run: Run, device: Device) -> list[Footprint]:
+def _learning(size: ModelSize, run: RunSize, device: Device) -> list[Footprint]:
     """Activations of the largest forward, and what the backward pass needs beside them."""
     item, tokens, layers = size.itemsize, run.forward_tokens, size.attention.num_layers
     states = layers * size.hidden * item

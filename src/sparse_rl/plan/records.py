@@ -30,7 +30,7 @@ class Device:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class RunSize:
     """The settings that decide what a process of a run holds."""
 
     kv: KVPolicy  # with the largest budget it may come to

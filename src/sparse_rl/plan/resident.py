@@ -7,13 +7,13 @@ from dataclasses import replace
 from itertools import pairwise
 
 from sparse_rl.kv import EvictPolicy
-from sparse_rl.plan.records import ALWAYS, LEARNING, Footprint, Run
+from sparse_rl.plan.records import ALWAYS, LEARNING, Footprint, RunSize
 from sparse_rl.plan.size import ModelSize
 
 BLOCK_8BIT = 256  # values that share an fp32 scale
 
 
-def resident_lines(size: ModelSize, run: Run) -> list[Footprint]:
+def resident_lines(size: ModelSize, run: RunSize) -> list[Footprint]:
     """What stays for the whole run, and the gradients, which stay for learning."""
     trained, item = run.lora or size.parameters, size.itemsize
     full = max(4, item)  # an fp32 parameter is its own master
@@ -61,7 +61,7 @@ def resident_lines(size: ModelSize, run: Run) -> list[Footprint]:
     return lines
 
 
-def _distill(size: ModelSize, run: Run) -> list[Footprint]:
+def _distill(size: ModelSize, run: RunSize) -> list[Footprint]:
     """The sampler's adapter, which every process has whole, and what it learns from."""
     if not run.distill:
         return []
@@ -94,7 +94,7 @@ def _distill(size: ModelSize, run: Run) -> list[Footprint]:
     return lines
 
 
-def _recorded(run: Run) -> int:
+def _recorded(run: RunSize) -> int:
     """Entries left by all cuts of the longest sequence, together; the most of any budget where it moves."""
     kv = run.kv
     assert isinstance(kv, EvictPolicy)

@@ -8,7 +8,7 @@ from typing import Any
 from sparse_rl.kv import EvictPolicy, Full, KVPolicy
 from sparse_rl.plan.advice import Remedy, remedies, rows_that_fit, sparse_policy, together
 from sparse_rl.plan.memory import Plan
-from sparse_rl.plan.records import Run
+from sparse_rl.plan.records import RunSize
 
 STAGES = {
     "head": "while logits are scored",
@@ -69,7 +69,7 @@ def lines(plan: Plan, command: str = "plan") -> list[str]:
     return text if plan.fits else text + _advice(plan, command)
 
 
-def _never_cut(run: Run) -> list[str]:
+def _never_cut(run: RunSize) -> list[str]:
     """A hint where the longest sequence is too short for the policy to evict anything."""
     if not isinstance(run.kv, EvictPolicy) or run.auto:
         return []

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from sparse_rl.metrics import definition
 from sparse_rl.report.plots import MARKERS, PLOTS, POINTS, NoMatplotlib, Plot, draw_png, draw_svg, drawn, looks
-from sparse_rl.report.runs import NONE, Record, Run, advice, differing, load_runs, summary
+from sparse_rl.report.runs import NONE, LoggedRun, Record, advice, differing, load_runs, summary
 from sparse_rl.runfolder import write_whole
 
 REJECTED, COMPLETIONS = 6, 8  # shown in all, shared out among the runs
@@ -78,7 +78,7 @@ def write(path: Path, content: str | bytes) -> None:
     write_whole(path, content, remedy="give another place for it")
 
 
-def page(runs: list[Run], plots: list[Plot]) -> str:
+def page(runs: list[LoggedRun], plots: list[Plot]) -> str:
     """The whole document."""
     notes = [f'<p class="note">{markup(f"{run.name}: {note}")}</p>' for run in runs for note in advice(run)]
     parts = (*notes, _summary(runs), _plots(runs, plots), _settings(runs), _definitions(runs, plots))
@@ -110,7 +110,7 @@ def picture(draw: Callable[[], str]) -> Html:
         return Html(f"<p><small>{markup(str(error))}</small></p>")
 
 
-def _summary(runs: list[Run]) -> Html:
+def _summary(runs: list[LoggedRun]) -> Html:
     facts = [summary(run) for run in runs]
     rows = [(name, *fact.values()) for name, fact in zip(_names(runs), facts, strict=True)]
     return Html(
@@ -121,7 +121,7 @@ def _summary(runs: list[Run]) -> Html:
     )
 
 
-def _plots(runs: list[Run], plots: list[Plot]) -> Html:
+def _plots(runs: list[LoggedRun], plots: list[Plot]) -> Html:
     if not plots:
         return Html("<h2>Training</h2>\n<p>There is nothing to plot yet.</p>")
     legend = f'<div class="legend">{" ".join(_names(runs))}</div>\n' if len(runs) > 1 else ""
@@ -132,7 +132,7 @@ def _plots(runs: list[Run], plots: list[Plot]) -> Html:
     return Html(f'<section><h2>Training</h2>\n{blocks}{legend}<div class="plots">\n{drawings}\n</div></section>')
 
 
-def _settings(runs: list[Run]) -> Html:
+def _settings(runs: list[LoggedRun]) -> Html:
     def of(names: Iterable[str]) -> Html:
         head = ("setting", *(run.name for run in runs))
         return table(head, ((name, *(_cut(run.settings.get(name, NONE), 400, 0) for run in runs)) for name in names))
@@ -146,13 +146,13 @@ def _settings(runs: list[Run]) -> Html:
     )
 
 
-def _definitions(runs: list[Run], plots: list[Plot]) -> Html:
+def _definitions(runs: list[LoggedRun], plots: list[Plot]) -> Html:
     shown = [metric for plot in plots for metric in drawn(plot, runs)]
     rows = [(name, definition(name) or NONE) for name in [*shown, "rollout/tokens_per_s"]]
     return Html(f"<h2>Metrics</h2>\n{table(('metric', 'meaning'), rows)}")
 
 
-def _rejected(runs: list[Run]) -> Html:
+def _rejected(runs: list[LoggedRun]) -> Html:
     found = []
     for run in runs:
         telling: dict[str, Record] = {}
@@ -171,7 +171,7 @@ def _rejected(runs: list[Run]) -> Html:
     )
 
 
-def _completions(runs: list[Run]) -> Html:
+def _completions(runs: list[LoggedRun]) -> Html:
     half = max(1, COMPLETIONS // len(runs) // 2)
     found = [
         _sample(run, record, COMPLETION_FACTS, _cut(_text(record, "completion"), 900, 400))
@@ -183,13 +183,13 @@ def _completions(runs: list[Run]) -> Html:
     )
 
 
-def _sample(run: Run, record: Record, facts: tuple[str, ...], text: str) -> Html:
+def _sample(run: LoggedRun, record: Record, facts: tuple[str, ...], text: str) -> Html:
     said = ", ".join(f"{fact.replace('_', ' ')} {_shown(record[fact])}" for fact in facts if fact in record)
     prompt = markup(_cut(_text(record, "prompt"), 160, 240))
     return Html(f"<p>{markup(run.name)}: {markup(said)}</p>\n<pre><small>{prompt}</small>\n{markup(text)}</pre>\n")
 
 
-def _names(runs: list[Run]) -> list[Html]:
+def _names(runs: list[LoggedRun]) -> list[Html]:
     """Each run's name, behind its colour and marker where there are several."""
     if len(runs) == 1:
         return [markup(runs[0].name)]

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from sparse_rl.report.runs import Run
+from sparse_rl.report.runs import LoggedRun
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -75,7 +75,7 @@ STYLE: dict[str, Any] = {
 }
 
 
-def drawn(plot: Plot, runs: list[Run]) -> list[str]:
+def drawn(plot: Plot, runs: list[LoggedRun]) -> list[str]:
     """The metrics of the plot that these runs have something to draw of."""
     metrics = list(plot.metrics)[: plot.compared if len(runs) > 1 else None]
     return [metric for metric in metrics if any(run.series(metric) for run in runs)]
@@ -87,7 +87,7 @@ def looks(count: int) -> list[tuple[str, str]]:
     return [(COLOURS[i % len(COLOURS)], markers[i // len(COLOURS) % len(markers)]) for i in range(count)]
 
 
-def points(run: Run, metric: str) -> tuple[list[float], list[float], list[float] | None]:
+def points(run: LoggedRun, metric: str) -> tuple[list[float], list[float], list[float] | None]:
     """Steps, values and, for an evaluation, standard errors; other metrics are averaged down to POINTS."""
     if metric.startswith("eval/"):
         found = run.with_error(metric)
@@ -99,13 +99,13 @@ def points(run: Run, metric: str) -> tuple[list[float], list[float], list[float]
     return steps, values, None
 
 
-def draw_svg(plot: Plot, runs: list[Run]) -> str:
+def draw_svg(plot: Plot, runs: list[LoggedRun]) -> str:
     """An element for a page that itself says which colour is which run."""
     with plot_style():
         return as_svg(_figure(plot, runs), plot.name, plot.title)
 
 
-def draw_png(plot: Plot, runs: list[Run]) -> bytes:
+def draw_png(plot: Plot, runs: list[LoggedRun]) -> bytes:
     """A picture that stands alone, with its own legend of the runs."""
     with plot_style():
         figure = _figure(plot, runs)
@@ -151,7 +151,7 @@ def as_png(figure: Figure, dpi: int = 200) -> bytes:
     return file.getvalue()
 
 
-def _figure(plot: Plot, runs: list[Run]) -> Figure:
+def _figure(plot: Plot, runs: list[LoggedRun]) -> Figure:
     from matplotlib.figure import Figure
     from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
@@ -197,7 +197,7 @@ def _figure(plot: Plot, runs: list[Run]) -> Figure:
     return figure
 
 
-def _range(runs: list[Run]) -> tuple[float, float]:
+def _range(runs: list[LoggedRun]) -> tuple[float, float]:
     """Of all evaluations, dense and sparse, so that their plots can be compared by eye."""
     metrics = [metric for plot in PLOTS if plot.scale == "evaluation" for metric in plot.metrics]
     found = [point for run in runs for metric in metrics for point in run.with_error(metric)]

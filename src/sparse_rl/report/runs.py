@@ -23,10 +23,10 @@ Record = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class LoggedRun:
     """One run, named by its folder.
 
-    Run(name="rkv-64", settings={"kv.policy": "rkv", "kv.budget": "64", ...}, metrics=[{"step": 0, ...}, ...], ...)
+    LoggedRun(name="rkv-64", settings={"kv.policy": "rkv", "kv.budget": "64", ...}, metrics=[{"step": 0, ...}], ...)
     """
 
     name: str
@@ -62,7 +62,7 @@ class Run:
         return median(values) if values else None
 
 
-def load_runs(folders: list[Path]) -> list[Run]:
+def load_runs(folders: list[Path]) -> list[LoggedRun]:
     """The runs in the order given, under names that tell them apart; a folder given twice is read once."""
     if not folders:
         raise ValueError("there is no run to report on; give at least one run folder.")
@@ -72,13 +72,13 @@ def load_runs(folders: list[Path]) -> list[Run]:
     return [_load(folder, name) for folder, name in zip(distinct.values(), _names(list(distinct)), strict=True)]
 
 
-def differing(runs: list[Run]) -> list[str]:
+def differing(runs: list[LoggedRun]) -> list[str]:
     """Settings whose value is not the same in all runs, in the order they are first met."""
     names = dict.fromkeys(name for run in runs for name in run.settings)
     return [name for name in names if len({run.settings.get(name) for run in runs}) > 1]
 
 
-def summary(run: Run) -> dict[str, str]:
+def summary(run: LoggedRun) -> dict[str, str]:
     """The run in a line: what it was, what it learnt, what it cost."""
     policy, budget, planned = (run.settings.get(name, "null") for name in ("kv.policy", "kv.budget", "trainer.steps"))
     budget = "auto" if run.settings.get("control.auto") == "true" else budget
@@ -97,7 +97,7 @@ def summary(run: Run) -> dict[str, str]:
     }
 
 
-def advice(run: Run) -> list[str]:
+def advice(run: LoggedRun) -> list[str]:
     """What to change in the next run."""
     found = []
     anomalous, saved = run.mean("mismatch/catastrophic_rollout_frac"), run.mean("kv/saved_frac")
@@ -135,10 +135,10 @@ def _number(value: float | None, form: str) -> str:
     return NONE if value is None else format(value, form).replace("%", "\u00a0%")
 
 
-def _load(folder: Path, name: str) -> Run:
+def _load(folder: Path, name: str) -> LoggedRun:
     about, metrics = _read(folder / "run.json")[0], _read(folder / "metrics.jsonl")
     config = about.pop("config", {})
-    return Run(
+    return LoggedRun(
         name=name,
         settings=_flat(config if isinstance(config, dict) else {"config": config}) | _flat(about),
         metrics=metrics,
