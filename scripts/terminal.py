@@ -19,6 +19,7 @@ from rich.text import Text
 
 WIDTH = 106
 MOVING = re.compile("[\u2800-\u28ff]")  # what a spinner is made of
+FONT = re.compile(r"\s*@font-face \{.*?\}", re.DOTALL)  # at an address
 CONTROL = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
 
 
@@ -32,7 +33,8 @@ def main() -> None:
     console = Console(record=True, width=WIDTH, file=io.StringIO())
     console.print(Text("$ " + " ".join(command), style="bold"), soft_wrap=True)
     console.print(Text("\n".join(left(shown))))
-    path.write_text(console.export_svg(title="sparse-rl", theme=MONOKAI))
+    picture = console.export_svg(title="sparse-rl", theme=MONOKAI)
+    path.write_text(FONT.sub("", picture))  # a page asks nobody for anything
 
 
 def run(command: list[str]) -> tuple[str, int]:
