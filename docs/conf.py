@@ -9,6 +9,9 @@ extensions = ["myst_parser"]
 html_theme = "furo"
 html_copy_source = False
 html_show_sphinx = False
+html_show_copyright = False
+html_static_path = ["site.css"]
+html_css_files = ["site.css"]
 myst_heading_anchors = 3  # [text](page.md#a-heading) leads to a heading, as on a code host
 highlight_language = "none"  # blocks that name no language are commands, formulas and output
 

@@ -128,24 +128,18 @@ def test_without_sizes_a_log_starts_anew(tmp_path):
     assert all((tmp_path / name).read_bytes() == b"" for name in RunLog.FILES)
 
 
-def short_log(folder):
-    (folder / "metrics.jsonl").write_text("0123456789")
-    (folder / "completions.jsonl").write_text("01234")
-    return {"metrics.jsonl": 5, "completions.jsonl": 6}
-
-
-def test_a_log_that_is_shorter_than_its_checkpoint_knew_it_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"completions\.jsonl is shorter than its checkpoint knew it"):
-        RunLog(tmp_path, short_log(tmp_path))
-    assert (tmp_path / "completions.jsonl").read_text() == "01234"
-    with pytest.raises(ValueError, match="is shorter"):
-        RunLog(tmp_path / "sub", {"metrics.jsonl": 1})
-
-
-def test_refusing_a_short_log_leaves_the_others_as_they_were(tmp_path):
-    with pytest.raises(ValueError, match="is shorter"):
-        RunLog(tmp_path, short_log(tmp_path))
-    assert (tmp_path / "metrics.jsonl").read_text() == "0123456789"
+def test_a_log_that_has_lost_lines_goes_on_after_its_last_whole_one(tmp_path, caplog):
+    """Somebody cut or removed it; what is left of it stays, and so do the weights."""
+    (tmp_path / "metrics.jsonl").write_text("0123456789")
+    (tmp_path / "completions.jsonl").write_text('{"a": 1}\n{"b"')
+    log = RunLog(tmp_path, {"metrics.jsonl": 5, "completions.jsonl": 99, "rejected.jsonl": 7})
+    log.write("completions.jsonl", {"c": 2})
+    log.close()
+    assert (tmp_path / "metrics.jsonl").read_text() == "01234"
+    assert read_log(tmp_path / "completions.jsonl") == [{"a": 1}, {"c": 2}]
+    assert (tmp_path / "rejected.jsonl").read_bytes() == b""
+    lost = [record.args[0].name for record in caplog.records if "has lost lines" in record.message]
+    assert lost == ["completions.jsonl", "rejected.jsonl"]
 
 
 def test_the_timer_adds_up_by_stage_even_where_a_stage_fails():

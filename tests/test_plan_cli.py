@@ -110,6 +110,8 @@ def test_recipes_and_models_at_hand_need_no_download():
     code, found = plan("--config", "qwen2.5-7b.yaml", "--gpu", "b200")
     assert found["parameters"] == 7_615_616_512 and found["dtype"] == "bfloat16" and found["rows"]["asked"] == 256
     assert code == 1 and "learning needs" in found["summary"]
+    assert plan("--model", "Qwen/Qwen2.5-7B", "--gpu", "b200")[1]["dtype"] == "bfloat16", "as it is published"
+    assert plan("--model", "smollm2", "--gpu", "b200")[1]["dtype"] == "float32", "as it is loaded"
     code, found = plan()
     assert code == 0 and found["model"] == "embedded" and found["dtype"] == "float32"
     assert "CUDA context" not in found["phases"]["rollout"]["holds"]

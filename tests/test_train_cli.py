@@ -176,6 +176,26 @@ def test_a_resumed_run_keeps_its_settings_and_a_given_flag_wins(own, tmp_path, c
     assert "kv.policy rkv is now streaming" in caplog.text and "trainer.steps 2 is now 3" in caplog.text
 
 
+def test_a_run_whose_record_is_lost_keeps_its_settings(finished, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(finished[0], folder)
+    before = settings_of(folder)
+    for name in ("run.json", "completions.jsonl"):
+        (folder / name).unlink()
+    code, _, err = train("--trainer.output_dir", str(folder), "--trainer.resume_from_checkpoint", "true")
+    assert code == 0 and "nothing is left to do; raise trainer.steps to go on" in err
+    assert settings_of(folder) == before | {"trainer": before["trainer"] | {"output_dir": str(folder)}}
+
+
+def test_a_schedule_of_another_model_is_told_of(tmp_path, caplog):
+    schedule = {"starts": [0], "budgets": [12], "kv": {"policy": "rkv"}, "model": "other/model"}
+    (tmp_path / "schedule.json").write_text(json.dumps(schedule))
+    given = ["--kv.policy", "rkv", "--kv.budget", str(tmp_path / "schedule.json"), "--kv.interval", "4"]
+    code, _, err = train(*CHAIN, *given, "--trainer.steps", "0", "--trainer.output_dir", str(tmp_path / "run"))
+    assert code == 0, err
+    assert "kv.budget was calibrated on the model other/model, and this run is of embedded." in caplog.text
+
+
 @pytest.mark.parametrize("damaged", ["", "not json", "[]"])
 def test_a_run_whose_record_is_damaged_keeps_its_settings_too(finished, damaged, tmp_path, caplog):
     """A checkpoint has them as well; without one, nothing knows them, and the default recipe's are not the run's."""

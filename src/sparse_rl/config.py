@@ -177,9 +177,10 @@ def suggest(message: str, parser: ArgumentParser, more_names: tuple[str, ...] = 
     message = " ".join(message.split())
     unknown = re.search(r"unrecognized arguments: (\S+)|[Oo]ption '(\S+)'(?: is not accepted)?$", message)
     if unknown:
-        word = (unknown[1] or unknown[2]).split("=")[0].lstrip("-")
+        given = (unknown[1] or unknown[2]).split("=")[0]
+        word = given.lstrip("-")
         known = [option.lstrip("-") for action in parser._actions for option in action.option_strings] + [*more_names]
-        close = get_close_matches(word, known, n=1, cutoff=0.5)
+        close = get_close_matches(word, known, n=1, cutoff=0.6)
         return f"unknown option {word!r}" + (f"; did you mean --{close[0]}?" if close else "; see --help.")
     wrong = re.search(r'Parser key "([\w.]+)".*(?:Got value|Given value): (\S+)', message)
     kinds = [kind for kind in re.findall(r"<class '(\w+)'>", message) if kind not in ("NoneType", "str")]

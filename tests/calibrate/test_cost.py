@@ -121,6 +121,7 @@ def test_how_policies_read():
 @pytest.mark.parametrize("command", [["plan"], ["calibrate", "cost"]])
 def test_a_gpu_that_is_not_known_gets_the_nearest_name(command):
     assert_one_sentence(run(*command, "--gpu", "h20"), "--gpu 'h20' is unknown (did you mean 'h200'?); choose one of")
+    assert_one_sentence(run(*command, "--gpu", "A100"), "(did you mean a100-80 or a100-40?)")
 
 
 def test_one_table_has_the_gpus_of_every_command():

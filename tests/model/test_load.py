@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import time
 from functools import partial
@@ -195,6 +196,14 @@ def test_broken_folders_are_named(tmp_path):
     del weights["model.norm.weight"]
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ValueError, match=r"lacks 1 weights, model.norm.weight"):
+        load(str(tmp_path))
+    weights["model.norm.weight"] = torch.full_like(weights["model.embed_tokens.weight"][0], math.nan)
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"has logits that are not finite; check its weights"):
+        load(str(tmp_path))
+    for path in tmp_path.glob("token*"):
+        path.unlink()
+    with pytest.raises(ValueError, match=r"has no tokenizer \(tokenizer\.json, .*\); write one into the folder with"):
         load(str(tmp_path))
     (tmp_path / "model.safetensors").write_bytes(b"not weights")
     with pytest.raises(ValueError, match="could not be loaded"):

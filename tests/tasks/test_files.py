@@ -188,6 +188,14 @@ def test_hostile_files(case, tmp_path):
     assert "\n" not in str(caught.value)
 
 
+def test_columns_that_are_not_separated_by_commas_are_named(tmp_path):
+    (tmp_path / "a.csv").write_text("prompt;answer\na;1\n")
+    with pytest.raises(
+        ValueError, match=r"line 1 of .*a.csv, the header, is 'prompt;answer'; separate columns by commas"
+    ):
+        read_table(str(tmp_path / "a.csv"))
+
+
 def test_hostile_tables(tmp_path):
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     columns = [pyarrow.array(["a"]), pyarrow.array(["b"])]

@@ -190,6 +190,21 @@ def test_a_broken_reward_is_named_in_one_sentence(case):
     assert "\n" not in str(caught.value) and str(caught.value).endswith(".")
 
 
+def test_a_reward_that_takes_a_chat_for_a_text_is_told_so():
+    def strips(completions, **_):
+        return [len(text.strip()) for text in completions]
+
+    prompt = Prompt(text="a", ids=(1,), messages=({"role": "user", "content": "a"},))
+    with pytest.raises(ValueError, match=r"AttributeError: .* \(prompts are chats here, and each completion a list, "):
+        Rewards((strips,)).grade([rollout(prompt, "ab")], TOKENIZER)
+
+
+@pytest.mark.parametrize("functions", [abs, "abs", (3,)])
+def test_what_is_no_tuple_of_functions_is_refused(functions):
+    with pytest.raises(ValueError, match=r"give a tuple of functions, Rewards\(\(mine,\)\)"):
+        Rewards(functions)
+
+
 def test_a_number_beyond_any_float_is_named_too():
     with pytest.raises(ValueError, match="reward function 'gives' returned"):
         grade(gives([10**400] * 4))

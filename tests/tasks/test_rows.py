@@ -151,6 +151,28 @@ def test_a_chat_is_written_with_the_template_and_kept_as_messages():
         Rows([{"prompt": messages}], Rewards((zero,)), tokenizer)
 
 
+def test_rewards_of_chats_are_told_what_they_get(tmp_path, caplog):
+    caplog.set_level("INFO")
+    (tmp_path / "rows.jsonl").write_text('{"prompt": [{"role": "user", "content": "a"}], "answer": "b"}\n')
+    (tmp_path / "mine.py").write_text(
+        "def own(completions, **_):\n    return [text.count('a') for text in completions]\n"
+    )
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    said = 'gets each completion as a list, [{"role": "assistant", "content": ...}]'
+    for rewards, told in ((("exact",), False), ((f"{tmp_path}/mine.py:own",), True)):
+        RowsConfig(train_file=str(tmp_path / "rows.jsonl"), rewards=rewards).build(tokenizer)
+        assert (said in caplog.text) == told
+
+
+def test_a_row_without_what_a_reward_asks_for_is_named(tmp_path, caplog):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "answer": "1"}\n{"prompt": "b"}\n{"prompt": "a"}\n')
+    (tmp_path / "mine.py").write_text("def own(completions, answer, **_):\n    return [0.0 for _ in completions]\n")
+    RowsConfig(train_file=str(tmp_path / "rows.jsonl"), rewards=(f"{tmp_path}/mine.py:own",)).build(TOKENIZER)
+    (said,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert said.startswith("line 2 of ") and said.endswith(" has no 'answer': reward 'own' gets None for it.")
+
+
 def test_functions_come_from_modules_and_files(tmp_path, monkeypatch):
     assert import_function("math:hypot") is math.hypot
     (tmp_path / "sparse_rl_test_rewards.py").write_text("def one(**_): return 1\ndef two(**_): return 2\n")

@@ -43,6 +43,20 @@ def test_a_steady_run_has_none(caplog):
     assert not caplog.records
 
 
+def test_a_model_that_is_worse_than_at_first(caplog):
+    """By 0.02 and two standard errors of the difference, 0.05 here; over with the first evaluation without it."""
+    alarms = Alarms()
+    assert [alarms.look_at_evaluation(r, 0.015)["alarm/collapse"] for r in (0.8, 0.9, 0.76, 0.757)] == [0, 0, 0, 1]
+    resumed = Alarms()
+    resumed.restore(json.loads(json.dumps(alarms.state())))
+    assert [resumed.look_at_evaluation(r, 0.015)["alarm/collapse"] for r in (0.5, 0.78, 0.7)] == [1, 0, 1]
+    said = [record.getMessage().partition(";")[0] for record in caplog.records]
+    fell = "the held-out reward with the dense cache has fallen from 0.800 to"
+    assert said == [f"{fell} 0.757", f"{fell} 0.700"]
+    sure = Alarms()
+    assert [sure.look_at_evaluation(r, 0.0)["alarm/collapse"] for r in (0.8, 0.785, 0.775)] == [0, 0, 1]
+
+
 def test_rewards_that_are_all_equal(caplog):
     """Three steps in a row; over after ten steps with a difference; the state of a checkpoint counts on."""
     alarms, rewards = Alarms(), [False, False, True, False, False]

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from small_run import digits, small_trainer
+from small_run import digits, small_model, small_trainer
 
 from sparse_rl.kv import Full
 from sparse_rl.model.load import load
 from sparse_rl.rollout import Sampling
 from sparse_rl.tasks import Rewards, Rows
+from sparse_rl.tasks.chain import chain_tokenizer
 from sparse_rl.train import UpdateConfig
 
 
@@ -60,3 +61,17 @@ def test_dropout_is_refused(tmp_path):
 def test_half_precision_without_a_range_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"dtype is float16, in which small gradients become 0; train in bfloat16"):
         small_trainer(tmp_path / "run", loaded=load("embedded", dtype=torch.float16))
+
+
+def test_names_in_the_place_of_objects_are_refused(tmp_path):
+    for parts, said in (({"kv": "rkv"}, "kv is 'rkv'; give an object"), ({"correction": "tis"}, "PRESETS")):
+        with pytest.raises(ValueError, match=said):
+            small_trainer(tmp_path / "run", parts=parts)
+    with pytest.raises(ValueError, match=r"give Rewards\(\(function,\)\)"):
+        Rows([{"prompt": "a"}], max, chain_tokenizer())
+
+
+def test_completions_beyond_the_context_are_told_of(tmp_path, caplog):
+    loaded = small_model()
+    small_trainer(tmp_path / "run", parts={"sampling": Sampling(n=2, max_tokens=loaded.context + 1)})
+    assert f"but the model's context ends at {loaded.context} tokens" in caplog.text

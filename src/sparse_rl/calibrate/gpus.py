@@ -41,7 +41,8 @@ def find_gpu(name: str, instead: str) -> GPU:
     """The GPU that --gpu names, as here or as torch does; `instead` are the flags that do without a name."""
     name = gpu_of(name) or name
     if name.lower() not in GPUS:
-        hint = suggestion(name.lower(), GPUS)
+        kinds = [known for known in GPUS if known.startswith(f"{name.lower()}-")]
+        hint = f" (did you mean {' or '.join(kinds)}?)" if kinds else suggestion(name.lower(), GPUS)
         raise ValueError(f"--gpu {name!r} is unknown{hint}; choose one of {', '.join(GPUS)}, or give {instead}.")
     return GPUS[name.lower()]
 

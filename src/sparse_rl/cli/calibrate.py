@@ -155,7 +155,8 @@ def _to_train(settings: Namespace, config: CalibrationConfig, results: dict[str,
     from sparse_rl.calibrate.config import SPARROW
 
     name, given = specs.parse(settings.kv, "budget")
-    flags = [f"--kv.{key} {value}" for key, value in given.items()]
+    flags = [] if settings.model == "embedded" else [f"--model {shlex.quote(settings.model)}"]
+    flags += [f"--kv.policy {name}", *(f"--kv.{key} {value}" for key, value in given.items())]
     flags.append(f"--kv.budget {shlex.quote(str(Path(settings.output) / 'schedule.json'))}")
     flags.append("--correction.preset sparse_rl")
     asked = min(*results["targets"], *tail_row(results["floor"], config))
@@ -166,7 +167,7 @@ def _to_train(settings: Namespace, config: CalibrationConfig, results: dict[str,
         notes.append(
             f"  (training warns of tails far under control.target, and {SPARROW} is more than is asked for here)"
         )
-    return [f"to train on it: sparse-rl train --kv.policy {name} {' '.join(flags)} ...", *notes]
+    return [f"to train on it: sparse-rl train {' '.join(flags)} ...", *notes]
 
 
 def _sampling(settings: Namespace) -> Sampling:

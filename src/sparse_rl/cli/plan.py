@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+IN_FP32 = ("embedded", "smollm2", "tiny")  # unless a dtype is given
 PROMPT = 512  # tokens, where nobody says
 
 DESCRIPTION = """What a training run will hold in memory, from its settings alone: nothing is loaded, nothing is run.
@@ -135,11 +136,12 @@ def _size(model: str, shape: str | None, dtype: str | None, cuda: bool, download
         published = known.rpartition("/")[2].lower().removesuffix("-instruct")
         if published in SHAPES:
             config = shape_config(published)
+            chosen = chosen or (torch.float32 if model in IN_FP32 else torch.bfloat16)  # as others are published
         elif download:
             config = model_config(model, download=True)
         else:
             raise
-    if chosen is None and model.partition(":")[0] not in ("embedded", "smollm2", "tiny"):  # which are in fp32
+    if chosen is None and model.partition(":")[0] not in IN_FP32:
         chosen = config.dtype if isinstance(config.dtype, torch.dtype) else model_dtype(config.dtype)
     return model_size(config, model, chosen or torch.float32)
 

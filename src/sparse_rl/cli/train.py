@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
     from sparse_rl.train.processes import Processes
 
+logger = logging.getLogger(__name__)
+
 DESCRIPTION = """Train a model with reinforcement learning; rollouts run on a sparse KV cache.
 
 Without --config and --model, a small embedded model learns an embedded task, with the recipe default.yaml, which sets
@@ -119,7 +121,10 @@ def run(arguments: list[str]) -> None:
 
 
 def _train(settings: Namespace, task: Any, parts: dict[str, Any], processes: Processes) -> None:
+    import torch
+
     from sparse_rl.cli.plan import warn_of_memory
+    from sparse_rl.kv.schedule import made_on
     from sparse_rl.model.load import load
     from sparse_rl.report.live import Live
     from sparse_rl.train import Trainer
@@ -133,6 +138,10 @@ def _train(settings: Namespace, task: Any, parts: dict[str, Any], processes: Pro
     quiet_bars()
     if processes.first:
         warn_of_memory(settings, parts, processes.size)
+        if settings.device == "cpu" and torch.cuda.is_available():
+            logger.warning("this run is on the CPU, and the machine has a GPU; --device cuda uses it.")
+        if (other := made_on(getattr(parts["kv"], "budget", None))) not in (None, settings.model):
+            logger.warning("kv.budget was calibrated on the model %s, and this run is of %s.", other, settings.model)
     dtype = model_dtype(settings.dtype)
     loaded = processes.together(lambda: load(settings.model, dtype=dtype, device=processes.device(settings.device)))
     grading = parts.pop("grading")  # the task's, not the trainer's
@@ -141,7 +150,9 @@ def _train(settings: Namespace, task: Any, parts: dict[str, Any], processes: Pro
     trainer.train()
     run = trainer.config.output_dir
     if saved := checkpoints(Path(run)):  # of a run without steps there is none
-        print(f"the model is in {saved[-1]}; sparse-rl report {run} makes a page of the run")
+        best = trainer.run.best["checkpoint"]
+        other = f" (the best so far in {best})" if best and best != saved[-1].name else ""
+        print(f"the model is in {saved[-1]}{other}; sparse-rl report {run} makes a page of the run")
 
 
 def train_parser(

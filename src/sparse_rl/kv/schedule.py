@@ -139,6 +139,14 @@ def made_for(budget: object) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
+def made_on(budget: object) -> str | None:
+    """The model that a calibration's schedule was found with, if a file says so."""
+    if not isinstance(budget, str) or budget in published() or not isfile(budget):
+        return None
+    model = json.loads(Path(budget).read_text(encoding="utf-8")).get("model")
+    return model if isinstance(model, str) else None
+
+
 @cache
 def published() -> dict[str, Schedule]:
     """Schedules by name."""

@@ -151,6 +151,8 @@ def check_logits(model: transformers.PreTrainedModel) -> None:
         model.set_attn_implementation(registered())
         for module, training in modes:
             module.training = training
+    if not own.isfinite().all():
+        raise UnsupportedModelError(f"{name} has logits that are not finite; check its weights, or load it in float32.")
     if not agree:
         raise UnsupportedModelError(
             f"{name} gives other logits with its own attention or positions (mean difference {difference:.2g}, spread "

@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 EMBEDDED = Path(__file__).parent / "embedded"  # made by scripts/pretrain_chain.py
 DTYPES = ("float32", "bfloat16", "float16", "float64")  # that weights may be loaded in
+TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 SAMPLED = 64  # weights of each tensor that go into a model's digest
 
 
@@ -228,6 +229,11 @@ def _saying_why_not(name: str) -> Iterator[None]:
     except UnsupportedModelError:
         raise
     except Exception as error:  # whatever the library, the hub or the file system says
+        if folder.exists() and "tokenizer" in str(error) and not any((folder / file).exists() for file in TOKENIZERS):
+            raise ValueError(
+                f"model {name!r} has no tokenizer ({', '.join(TOKENIZERS)}); write one into the folder with "
+                "tokenizer.save_pretrained."
+            ) from error
         where = "the folder" if folder.exists() else "the hub (there is no such folder here)"
         raise ValueError(f"model {name!r} could not be loaded from {where}: {first_line(error)}") from error
 

@@ -52,6 +52,8 @@ def summary(dense: Rollout, sparse: Rollout, overlap_T: torch.Tensor, upper_T: t
     common = min(len(dense.token_ids), len(sparse.token_ids))
     differs = (dense.token_ids[:common] != sparse.token_ids[:common]).nonzero()
     diverged = f"first different token {int(differs[0])}" if len(differs) else f"first {common} tokens equal"
+    if not sparse.kv.num_compressions and sparse.kv.read_frac == 1:
+        bounds += "; nothing was cut or left unread, so the caches are equal"
     (p05,) = quantiles(overlap_T.numpy(), [0.05])
     return (
         f"overlap mean {overlap_T.mean():.3f}, P05 {p05:.3f}, min {overlap_T.min():.3f}{bounds}; "

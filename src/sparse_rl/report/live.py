@@ -56,11 +56,14 @@ class Live(Terminal):
             budget = f" budget auto from {trainer.controller.schedule.text}, {grid[0]} to {grid[-1]}"
         budget += f" + {kv['interval']}" if "interval" in kv else ""
         self._start(
-            f"{trainer.config.output_dir}: {parameters / 1e6:.2f}M parameters, KV {kv['policy']}{budget}, correction "
-            f"{settings['correction']['preset']}, {trainer.config.prompts_per_step} prompts x {trainer.sampling.n}, "
-            f"steps {trainer.step} to {trainer.config.steps}",
+            f"{trainer.config.output_dir}: {parameters / 1e6:.2f}M parameters, {settings['dtype']} on "
+            f"{trainer.loaded.device}, KV {kv['policy']}{budget}, correction {settings['correction']['preset']}, "
+            f"{trainer.config.prompts_per_step} prompts x {trainer.sampling.n}, steps {trainer.step} to "
+            f"{trainer.config.steps}",
             "  step " + "".join(f"{heading:>10}" for heading in COLUMNS),
         )
+        if trainer.step >= trainer.config.steps > 0:
+            self.line.print("nothing is left to do; raise trainer.steps to go on")
 
     def on_progress(self, stage: str, progress: Progress) -> None:
         self.line.move(f"{stage}: {describe(progress)}")

@@ -326,6 +326,6 @@ def check_finite(sequence: Sequence, logprobs: np.ndarray) -> None:
     if not np.isfinite(logprobs).all():
         raise FloatingPointError(
             f"request {sequence.request} has logits that are not finite at token "
-            f"{sequence.num_tokens + int(np.isfinite(logprobs).argmin())}; check the weights, or load the model in "
-            "float32."
+            f"{sequence.num_tokens + int(np.isfinite(logprobs).argmin())}; check the weights (training may have "
+            "moved them too far: then lower optimizer.learning_rate), or load the model in float32."
         )

@@ -99,6 +99,8 @@ class Rewards:
     names: tuple[str, ...] = field(init=False)
 
     def __post_init__(self) -> None:
+        if not isinstance(self.functions, tuple | list) or not all(map(callable, self.functions)):
+            raise ValueError(f"functions are {self.functions!r}; give a tuple of functions, Rewards((mine,)).")
         if not self.functions:
             raise ValueError("a task needs at least one reward function.")
         if not all(math.isfinite(weight) for weight in self.weights):
@@ -156,7 +158,7 @@ class Rewards:
                 try:
                     given[name] = function(**inputs)
                 except (Exception, SystemExit) as error:
-                    raise _broken(name, function, error) from error
+                    raise _broken(name, function, error, inputs) from error
             waiting = [name for name, value in given.items() if inspect.isawaitable(value)]
             if waiting:
                 given |= zip(waiting, run_together([given[name] for name in waiting]), strict=True)
@@ -166,7 +168,7 @@ class Rewards:
                     value.close()  # another function raised before it began
         for name, function in zip(self.names, self.functions, strict=True):
             if isinstance(value := given[name], BaseException):
-                raise _broken(name, function, value) from value
+                raise _broken(name, function, value, inputs) from value
         return given
 
 
@@ -179,13 +181,18 @@ def keywords_of(function: Reward) -> list[inspect.Parameter]:
     return [parameter for parameter in parameters if parameter.kind in BY_NAME]
 
 
-def _broken(name: str, function: Reward, error: BaseException) -> ValueError:
+def _broken(name: str, function: Reward, error: BaseException, inputs: dict[str, list[Any]]) -> ValueError:
     """What it raised, and the last line of the function's own file on the way there."""
     code = getattr(inspect.unwrap(function), "__code__", None) or getattr(type(function).__call__, "__code__", None)
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if code is not None and frame.filename == code.co_filename]
     where = f" ({own[-1].filename}, line {own[-1].lineno})" if own else ""
-    return ValueError(f"reward function {name!r} raised {type(error).__name__}: {error}{where}; mend it, then resume.")
+    hint = ""
+    if isinstance(error, AttributeError | TypeError) and isinstance(next(iter(inputs["completions"]), None), list):
+        hint = ' (prompts are chats here, and each completion a list, [{"role": "assistant", "content": ...}])'
+    return ValueError(
+        f"reward function {name!r} raised {type(error).__name__}: {error}{where}{hint}; mend it, then resume."
+    )
 
 
 def completion_texts(rollouts: list[Rollout], tokenizer: transformers.PreTrainedTokenizerBase) -> list[str]:

@@ -102,7 +102,8 @@ class Chain:
         """Itself, if the tokenizer is the one its problems are written in."""
         if tokenizer.get_vocab() != TOKEN:
             raise ValueError(
-                "the task chain is written in the embedded model's tokens; for others give --task.name rows."
+                "the task chain is written in the embedded model's tokens; for others give prompts of "
+                "your own (train: --task.train_file and --task.rewards; calibrate: --prompts or --benchmarks)."
             )
         return self
 

@@ -154,6 +154,8 @@ def _from_csv(text: str, name: str, separator: str) -> list[Row]:
 def _header(values: list[str], where: str) -> list[str]:
     """The names of the columns."""
     names = [value.strip() for value in values]
+    if len(names) == 1 and ";" in names[0]:
+        raise ValueError(f"{where}, the header, is {names[0]!r}; separate columns by commas.")
     if "" in names:
         raise ValueError(f"{where}, the header, has no name for column {names.index('') + 1}; name or remove it.")
     if twice := next((name for name in names if names.count(name) > 1), None):

@@ -20,7 +20,7 @@ from sparse_rl.tasks.base import ANY_NAME, GIVEN, Reward, Rewards, keywords_of
 from sparse_rl.tasks.files import Table, read_table
 from sparse_rl.tasks.layouts import LAYOUTS, Layout, choose_layout
 from sparse_rl.tasks.prompts import Style, default_template, find_template, make_prompt, short_enough
-from sparse_rl.tasks.rewards import build_reward
+from sparse_rl.tasks.rewards import REWARDS, build_reward
 from sparse_rl.types import Prompt
 
 if TYPE_CHECKING:
@@ -92,6 +92,11 @@ class RowsConfig:
                 "prompts that are strings go to the model as they are, though it has a chat template; "
                 "--task.template chat makes each a user's turn."
             )
+        own = [spec for spec in self.rewards if spec.partition(":")[0] not in REWARDS]
+        if own and any(prompt.messages for prompt in train):
+            logger.info(
+                'prompts are chats: %s gets each completion as a list, [{"role": "assistant", "content": ...}].', own[0]
+            )
         held_out, layouts = [], {layout.name}
         if self.eval_file:
             other = read_table(self.eval_file)
@@ -153,6 +158,8 @@ class Rows:
     ) -> None:
         if not rows:
             raise ValueError("there are no rows to train on.")
+        if not isinstance(rewards, Rewards):
+            raise ValueError(f"rewards is {rewards!r}; give Rewards((function,)).")
         self.rewards = rewards
         self.settings = settings or {"name": "rows", "rewards": list(rewards.names)}  # what a run's record says of it
         self.train = [_as_prompt(row, f"row {i}", tokenizer) for i, row in enumerate(rows)]
@@ -184,6 +191,10 @@ def check_columns(prompts: dict[str, Prompt], rewards: Rewards) -> None:
                     f"reward {name!r} asks for the column {wanted!r}, which no row has{suggestion(wanted, known)}: the "
                     f"columns are {', '.join(known) or 'none but the prompt'}; {remedy}."
                 )
+        for wanted in _wanted(function):  # a row may leave out what others have
+            lacking = next((where for where, prompt in prompts.items() if prompt.columns.get(wanted) is None), None)
+            if lacking is not None:
+                logger.warning("%s has no %r: reward %r gets None for it.", lacking, wanted, name)
     rewards.check_keywords(known)
     for where, prompt in prompts.items():
         if (wrong := rewards.check(prompt.columns)) is not None:

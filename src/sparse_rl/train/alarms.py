@@ -8,9 +8,11 @@
                 over 300 tokens or more, of as many steps as that takes
     length      completions have become a quarter shorter than they were, the first sign of a collapse
     kl          the mismatch KL still rises after 200 steps, by which it should have settled
+    collapse    the held-out reward with the dense cache is clearly below where the run began
 
-All but the first are signs of a cache that is too sparse, and are looked for where it is sparse.
-A sign is over after ten steps (that of the tail: measurements) without it, and may then begin anew. `alarm/NAME` is 1
+All but the first and the last are signs of a cache that is too sparse, and are looked for where it is sparse.
+A sign is over after ten steps (that of the tail: measurements) without it, that of a collapse with the first evaluation
+without it, and may then begin anew. `alarm/NAME` is 1
 as long as it lasts.
 """
 
@@ -30,6 +32,7 @@ EQUAL = 3  # steps without an advantage before they are no chance
 WASTED, HALF = 3, 0.5  # steps that reject more than this share, before somebody should know
 TAIL_TOKENS, SURE = 300, 2.0  # of a bin before it is judged; standard errors from what may be
 SHORTER = 0.75  # of the longest mean length
+DROP = 0.02  # of a reward that has fallen, beyond as many standard errors
 SETTLED, KL_WINDOW, RISE, SMALL_KL = 200, 50, 1.25, 1e-3  # a KL below the last is rounding
 
 
@@ -46,6 +49,8 @@ class Alarms:
         self.lengths: list[float] = []
         self.longest = 0.0  # mean over a window
         self.kls: list[float] = []
+        self.first: list[float] | None = None  # held-out reward with the dense cache and its error, at the first step
+        self.fallen = False
 
     def look(
         self, step: int, metrics: dict[str, float], measured: list[BinTail] | None, target: float, quantile: float
@@ -67,6 +72,16 @@ class Alarms:
         now = "none" if math.isnan(mean) else f"{mean:.3g}"
         sign = f"for {EQUAL} steps all completions of a prompt had the same reward, whatever the prompt ({now} now)"
         return self._raise({"reward": f"{sign}, so nothing is learnt" if self.equal >= EQUAL else ""})
+
+    def look_at_evaluation(self, reward: float, error: float) -> dict[str, float]:
+        """The same of the model that is kept, at every evaluation: whether it is worse than it was."""
+        self.first = self.first or [reward, error]
+        began, least = self.first[0], max(DROP, SURE * math.hypot(error, self.first[1]))
+        before, self.fallen = self.fallen, began - reward > least
+        if self.fallen and not before:
+            fell = f"the held-out reward with the dense cache has fallen from {began:.3f} to {reward:.3f}"
+            logger.warning("%s; %s", fell, REMEDIES["alarm/collapse"])
+        return {"alarm/collapse": int(self.fallen)}
 
     def _raise(self, signs: dict[str, str]) -> dict[str, float]:
         for name, sign in signs.items():

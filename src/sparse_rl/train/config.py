@@ -36,7 +36,7 @@ class TrainerConfig:
     save_every: steps between checkpoints; the best and the last are saved in any case
     save_total_limit: checkpoints to keep; the best and the newest are kept in any case
     best_metric: the evaluation that decides which checkpoint is best, higher being better
-    resume_from_checkpoint: true for the newest checkpoint of output_dir, or the path of one in it
+    resume_from_checkpoint: true for the newest checkpoint of output_dir, or the path of one; later ones are removed
     log_completions: completions written to completions.jsonl a step
     log_rejected: rejected completions written to rejected.jsonl a step, the most surprising first
     report_to: trackers that transformers knows: trackio, tensorboard, wandb, ...

@@ -33,7 +33,7 @@ def check_folder(config: RunConfig, section: str = "task") -> None:
         in_python = f"{type(config).__name__}(resume_from_checkpoint=True)"
         remedy = f"resume it with {by_flag}, {in_python} in Python, or " if taken[0] == "run.json" else ""
         raise ValueError(f"{run} has a run in it ({taken[0]}); {remedy}give another --trainer.output_dir.")
-    if resume and not (run / "run.json").exists():
+    if resume and not (run / "run.json").exists() and not checkpoint.checkpoints(run):
         there = isinstance(resume, str) and (Path(resume).parent / "run.json").exists()
         remedy = (
             f"give --trainer.output_dir {Path(str(resume)).parent}" if there else "leave out resume_from_checkpoint"
@@ -81,7 +81,7 @@ def steps_taken(log: Path) -> int:
 
 def chosen_state(config: RunConfig, optimizer_kind: str) -> tuple[Path | None, dict[str, Any]]:
     """The checkpoint to resume from and what it says, if there is one that this run can go on from."""
-    run, folder = Path(config.output_dir), chosen_checkpoint(config)
+    folder = chosen_checkpoint(config)
     if folder is None:
         return None, {"logs": {}}
     state = checkpoint.read_state(folder)
@@ -96,7 +96,6 @@ def chosen_state(config: RunConfig, optimizer_kind: str) -> tuple[Path | None, d
             f"optimizer.kind is {optimizer_kind!r}, but {folder.name} was written with {kind!r}, whose "
             "state the other cannot read; resume with that."
         )
-    RunLog.check(run, state["logs"])
     return folder, state
 
 
@@ -119,15 +118,17 @@ def start_record(run: Path, settings: dict[str, Any], loaded: LoadedModel, num_p
 
 
 def recorded(run: Path) -> dict[str, Any]:
-    """What run.json says, nothing if there is none; if it is damaged, the settings that a checkpoint has of the run."""
+    """What run.json says, nothing if there is no run; if it is lost or damaged, the settings that a checkpoint has."""
     path = run / "run.json"
-    with suppress(ValueError):
-        record = json.loads(path.read_bytes()) if path.exists() else {}
+    with suppress(ValueError, FileNotFoundError):
+        record = json.loads(path.read_bytes())
         if isinstance(record, dict):
             return record
     for folder in reversed(checkpoint.checkpoints(run)):
         with suppress(ValueError):
             return {"config": checkpoint.read_record(folder)["settings"]}
+    if not path.exists():
+        return {}
     raise ValueError(
         f"{path} is damaged, and no checkpoint has the run's settings; mend it, or give another --trainer.output_dir."
     )

@@ -9,6 +9,8 @@ Every random number is a function of the seed and the step, so a resumed run is 
 from __future__ import annotations
 
 import copy
+import logging
+import math
 import time
 from contextlib import nullcontext
 from dataclasses import asdict, replace
@@ -56,6 +58,8 @@ from sparse_rl.train.shares import grade, rollout_stats
 from sparse_rl.train.update import UpdateConfig, Updated, update
 from sparse_rl.types import Prompt, Rollout
 
+logger = logging.getLogger(__name__)
+
 
 class Trainer:
     """Trains a model on a task; `train` runs to the last step.
@@ -85,6 +89,9 @@ class Trainer:
         observers: tuple[Observer, ...] = (),
         processes: Processes | None = None,
     ) -> None:
+        for name, given, instead in (("kv", kv, "RKV(budget=512)"), ("correction", correction, "PRESETS['tis']")):
+            if isinstance(given, str):
+                raise ValueError(f"{name} is {given!r}; give an object, such as {instead}.")
         self.loaded, self.task = loaded, task
         self.config = config or TrainerConfig()
         self.processes = processes or Processes()
@@ -131,6 +138,9 @@ class Trainer:
             self.engine.use(self.controller.policy)
         self.eval_engines: dict[str, GuardedEngine] = {}  # kept for their graphs
         check_prompts(task, loaded.context)
+        if self.sampling.max_tokens > loaded.context:
+            asked, context = self.sampling.max_tokens, loaded.context
+            logger.warning("sampling.max_tokens is %d, but the model's context ends at %d tokens.", asked, context)
         self.run = Run(self, section="task", best_metric=self.config.best_metric, distiller=self.distiller)
         self.peaks = MemoryPeaks(loaded.model.device)
 
@@ -252,7 +262,11 @@ class Trainer:
 
     def _finish_step(self, metrics: dict[str, float], began: float) -> None:
         """Evaluate if it is time, write the step's line, save if it is time."""
-        metrics = metrics | (self._evaluate() if self.run.evaluates(self.eval_config.every) else {})
+        found = self._evaluate() if self.run.evaluates(self.eval_config.every) else {}
+        if math.isfinite(reward := found.get("eval/dense/reward", math.nan)):
+            error = found.get("eval/dense/reward_se", math.nan)
+            found |= self.alarms.look_at_evaluation(reward, error if math.isfinite(error) else 0.0)
+        metrics = metrics | found
         self.run.finish_step(metrics | (self.peaks.bytes if self.step else {}), began)
 
     def _evaluate(self) -> dict[str, float]:
