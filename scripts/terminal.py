@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.terminal_theme import MONOKAI
 from rich.text import Text
 
-WIDTH = 106
+WIDTH = 118
 MOVING = re.compile("[\u2800-\u28ff]")  # what a spinner is made of
 FONT = re.compile(r"\s*@font-face \{.*?\}", re.DOTALL)  # at an address
 CONTROL = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
