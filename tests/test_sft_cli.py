@@ -83,6 +83,14 @@ def test_a_run_goes_on(arguments, tmp_path, caplog):
     assert [line["step"] for line in read_log(tmp_path / "run" / "metrics.jsonl")] == list(range(7))
 
 
+def test_there_must_be_a_run_to_resume(tmp_path):
+    given = ["--trainer.output_dir", str(tmp_path / "none"), "--trainer.resume_from_checkpoint", "true"]
+    assert_one_sentence(sft(*given), "there is no run to resume in", "leave out resume_from_checkpoint")
+    (tmp_path / "file").write_text("")
+    given = ["--trainer.output_dir", str(tmp_path / "file"), "--trainer.resume_from_checkpoint", "true"]
+    assert_one_sentence(sft(*given), "which is a file; name a folder")
+
+
 def test_other_epochs_in_a_file_are_more_steps(finished, tmp_path):
     folder, file = tmp_path / "run", tmp_path / "more.yaml"
     shutil.copytree(finished[0], folder)

@@ -146,6 +146,15 @@ def test_policy_loss_by_hand():
     assert learner.grad.tolist() == pytest.approx([0.0, 0.0, -0.25])
 
 
+def test_tokens_that_are_dropped_are_not_counted_as_clipped():
+    learner = torch.tensor([1.5, 1.5]).log()
+    output = policy_loss(
+        learner, torch.zeros(2), torch.ones(2), torch.tensor([0.0, 1.0]), torch.ones(2, dtype=torch.bool),
+        torch.ones(2), torch.tensor([0, 1]), 2, LossConfig(),
+    )  # fmt: skip
+    assert output.clipped.tolist() == [False, True]
+
+
 def test_dropped_tokens_have_no_gradient_even_if_broken():
     learner = torch.tensor([0.0, float("nan"), float("inf")], requires_grad=True)
     weight, rows = torch.tensor([1.0, 0.0, 0.0]), torch.tensor([0, 1, 1])

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from sparse_rl.kernels.sampling import request_key, token_keys_ref, uniform_ref
-from sparse_rl.kv import RKV, Full, SnapKV, Streaming
+from sparse_rl.kv import GKV, H2O, RKV, Full, SnapKV, Streaming
 from sparse_rl.model.attention import PackedRows, packed_positions
 from sparse_rl.model.tiny import FAMILIES
 from sparse_rl.rollout import Engine, EngineConfig, Sampling
@@ -38,6 +38,26 @@ def test_rows_do_not_matter_in_fp64(policy, tiny, prompts):
         for a, b in zip(got, expected, strict=True):
             torch.testing.assert_close(a.sampler_logprobs, b.sampler_logprobs, atol=1e-6, rtol=0)
             assert a.kv == b.kv
+
+
+TALLIES = [H2O(budget=8, interval=6, protect_prompt=True), GKV(budget=8, interval=6, window=4, protect_prompt=True)]
+
+
+@pytest.mark.parametrize("policy", TALLIES, ids=lambda p: p.name)
+def test_tallies_of_rows_that_keep_different_counts_are_their_own(policy, tiny, prompts):
+    """Rows are cut together here, and the prompts that they keep differ in length."""
+    loaded = tiny(dtype=torch.float64)
+    sampling = Sampling(max_tokens=40, seed=5, stop_ids=())
+    alone, together = (
+        Engine(loaded, policy, EngineConfig(rows=rows, page_size=16)).generate(
+            prompts(5, 11, 23), sampling, record_kept=True
+        )
+        for rows in (1, 3)
+    )
+    for rollout, expected in zip(together, alone, strict=True):
+        assert rollout.token_ids.tolist() == expected.token_ids.tolist()
+        for kept, should in zip(rollout.kept_positions, expected.kept_positions, strict=True):
+            assert torch.equal(kept, should)
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda p: p.name)

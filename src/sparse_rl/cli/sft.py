@@ -46,9 +46,11 @@ def run(arguments: list[str]) -> None:
 
     refuse_null(settings, "model", "device")
     dtype = model_dtype(settings.dtype)
+    config = build_section(SFTConfig, "trainer", settings["trainer"])
+    if config.resume_from_checkpoint:
+        check_folder(config, "data")  # whose data are then those
     data = build_section(ExamplesConfig, "data", settings["data"])
     optimizer = build_section(OptimizerConfig, "optimizer", settings["optimizer"])
-    config = build_section(SFTConfig, "trainer", settings["trainer"])
     if settings.dry_run:
         sections: dict[str, Any] = {key: settings[key] for key in ("model", "dtype", "device")}
         sections |= {"trainer": asdict(config), "data": asdict(data), "optimizer": asdict(optimizer)}

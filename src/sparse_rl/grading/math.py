@@ -272,11 +272,11 @@ def _same_graph(name: str, other: str) -> bool:
 
 def _values(given: str, right: str) -> bool:
     """Single values: numbers exactly, units converted, bases, ratios, formulas."""
-    letters = "".join(re.findall(r"[A-Za-z]", re.sub(r"\\text\{[^{}]*\}|\\[A-Za-z]+", "", right)))
     value, unit = split_unit(right)
-    mine, my_unit = split_unit(given, variables=letters)
     if unit and not re.search(r"[\d\\A-Za-z]", value):
         value, unit = right, ""
+    letters = "".join(re.findall(r"[A-Za-z]", re.sub(r"\\text\{[^{}]*\}|\\[A-Za-z]+", "", value)))
+    mine, my_unit = split_unit(given, variables=letters)
     scale = factor(my_unit, unit)
     if scale is None or (value.endswith("%") and parse_unit(my_unit)) or (mine.endswith("%") and parse_unit(unit)):
         return False

@@ -88,7 +88,8 @@ class Loop:
         self.on_step = on_step
         self.on_rollout = on_rollout
         self.stop_ids = np.array(stop_ids(loaded.model) if sampling.stop_ids is None else sampling.stop_ids, dtype=int)
-        # A stop string of m bytes spans at most m tokens; a few more keep a cut character from hiding it.
+        # A stop string of m bytes spans at most m tokens; a few more keep a cut character, or a space that
+        # decoding leaves out at the start, from hiding it.
         self.stop_tail = max((len(string.encode()) for string in sampling.stop), default=0) + 4
         self.interval, self.lag = pace(loaded.shape.device)
         self.flights: list[Flight] = []  # drawn, not fetched

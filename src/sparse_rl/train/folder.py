@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 def check_folder(config: RunConfig, section: str = "task") -> None:
     """Refuse to mix two runs in a folder, or to resume nothing; `section` is one that only this kind of run has."""
     run, resume = Path(config.output_dir), config.resume_from_checkpoint
+    if run.exists() and not run.is_dir():
+        raise ValueError(f"trainer.output_dir is {str(run)!r}, which is a file; name a folder.")
     names = ("run.json", *RunLog.FILES)
     taken = [name for name in names if (run / name).exists()] + [path.name for path in checkpoint.checkpoints(run)]
     if taken and not resume:
@@ -120,7 +122,7 @@ def start_record(run: Path, settings: dict[str, Any], loaded: LoadedModel, num_p
 def recorded(run: Path) -> dict[str, Any]:
     """What run.json says, nothing if there is no run; if it is lost or damaged, the settings that a checkpoint has."""
     path = run / "run.json"
-    with suppress(ValueError, FileNotFoundError):
+    with suppress(ValueError, FileNotFoundError, NotADirectoryError):
         record = json.loads(path.read_bytes())
         if isinstance(record, dict):
             return record
