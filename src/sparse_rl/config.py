@@ -179,6 +179,8 @@ def suggest(message: str, parser: ArgumentParser, more_names: tuple[str, ...] = 
     if unknown:
         given = (unknown[1] or unknown[2]).split("=")[0]
         word = given.lstrip("-")
+        if word == "...":
+            return "'...' stands for settings of your own; leave it out."
         known = [option.lstrip("-") for action in parser._actions for option in action.option_strings] + [*more_names]
         close = get_close_matches(word, known, n=1, cutoff=0.6)
         return f"unknown option {word!r}" + (f"; did you mean --{close[0]}?" if close else "; see --help.")

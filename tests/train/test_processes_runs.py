@@ -283,7 +283,8 @@ def test_torchrun_runs_the_command_and_a_killed_process_is_explained(tmp_path, r
     out, said = again.communicate(timeout=240)
     assert again.returncode == 0 and out.count("the model is in") == 1, said
     assert (
-        said.count("parameters, KV rkv") == 1 and read_log(tmp_path / "run" / "metrics.jsonl")[-1]["step"] == step + 1
+        said.count("parameters, float32 on cpu, KV rkv") == 1
+        and read_log(tmp_path / "run" / "metrics.jsonl")[-1]["step"] == step + 1
     )
     refused = start(tmp_path / "run", "--trainer.steps", "2")
     _, said = refused.communicate(timeout=240)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,9 @@ def own_settings(parser: ArgumentParser, given: Namespace, section: str) -> dict
     if not isinstance(record, dict) or not isinstance(record.get(section), dict):
         return None
     record["grading"] = record[section].get("grading", {})
+    kv = record.get("kv", {})
+    if str(kv.get("budget")).endswith(".json") and "schedule" in kv and not Path(kv["budget"]).is_file():
+        kv["budget"] = steps_of(kv["schedule"])  # as it was read
     record["trainer"] = record.get("trainer", {}) | {"output_dir": folder, "resume_from_checkpoint": resume}
     if record.get("correction", {}).get("preset") == "custom":
         fields = {name: value for name, value in record["correction"].items() if value is not None}
@@ -39,6 +43,29 @@ def own_settings(parser: ArgumentParser, given: Namespace, section: str) -> dict
         elif isinstance(value, dict) and (kept := {key: value[key] for key in value if f"{name}.{key}" in known}):
             settings[name] = kept
     return settings
+
+
+def steps_of(schedule: dict[str, list[int]]) -> str:
+    """A recorded schedule as a setting: "32@0+48@60"."""
+    return "+".join(f"{budget}@{start}" for start, budget in zip(schedule["starts"], schedule["budgets"], strict=True))
+
+
+def check_paths(settings: Namespace, own: dict[str, Any]) -> None:
+    """Raise if a file of the run is not here, but where the run was started, and nothing else was given."""
+    from sparse_rl.train.folder import recorded
+
+    folder = own["trainer"]["output_dir"]
+    there = Path(recorded(Path(folder)).get("folder", "."))
+    for now, then in [(settings, own), *((settings[name], own[name]) for name in own if isinstance(own[name], dict))]:
+        for text in [text for key in then if _texts(then[key]) == _texts(now.get(key)) for text in _texts(then[key])]:
+            path = text.rpartition(":")[0] if ".py:" in text else text  # of a reward
+            if path and not os.path.exists(path) and os.path.isfile(there / path):
+                raise ValueError(f"{folder} was started in {there}, where {path} is; resume it from there.")
+
+
+def _texts(value: Any) -> list[str]:
+    """The words of a setting."""
+    return [text for text in (value if isinstance(value, list | tuple) else [value]) if isinstance(text, str)]
 
 
 def named(section: str, key: str, flags: list[str], configs: list[dict[str, Any]]) -> Any:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from sparse_rl.cli.parsing import add_model, make_parser, model_dtype, parse, quiet_bars, refuse_null, show_warnings
 from sparse_rl.cli.recipes import add_config, given_configs, to_yaml, with_configs
-from sparse_rl.cli.resume import named, own_settings
+from sparse_rl.cli.resume import check_paths, named, own_settings
 
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser
@@ -37,6 +37,7 @@ def run(arguments: list[str]) -> None:
         if named("trainer", "epochs", others, []) is not None or in_file not in (None, own["trainer"].get("epochs")):
             own["trainer"].pop("steps", None)  # which would come before other epochs
         settings = parse(parser, with_configs([own, *configs], others))
+        check_paths(settings, own)
     from sparse_rl.config import build_section
     from sparse_rl.model.load import load
     from sparse_rl.tasks.supervised import ExamplesConfig

@@ -20,7 +20,7 @@ from sparse_rl.cli.recipes import (
     to_yaml,
     with_configs,
 )
-from sparse_rl.cli.resume import named, own_settings
+from sparse_rl.cli.resume import check_paths, named, own_settings
 from sparse_rl.cli.trl_names import NAMES, translate, translate_keys
 
 if TYPE_CHECKING:
@@ -58,6 +58,7 @@ def read(arguments: list[str], parser: ArgumentParser) -> tuple[Namespace, Any, 
     settings = parse(parser, _configs_first(_with_recipe(arguments)), tuple(NAMES))
     if (own := own_settings(parser, settings, "task")) is not None:
         settings = parse(parser, _configs_first(arguments, own), tuple(NAMES))
+        check_paths(settings, own)
     from sparse_rl.config import build_correction, build_kv, build_section, build_task, given_of
     from sparse_rl.evaluate import EvalConfig
     from sparse_rl.model.lora import LoraConfig

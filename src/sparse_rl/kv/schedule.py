@@ -110,6 +110,8 @@ def load(budget: int | str) -> Schedule:
         except ValueError as error:
             raise ValueError(f"kv.budget is {budget!r}: {error}") from error
     if not isfile(budget):
+        if isfile(inside := str(Path(budget) / "schedule.json")):
+            raise ValueError(f"kv.budget is {budget!r}, a folder; give {inside!r}.")
         if budget.endswith(".json"):
             raise ValueError(f"kv.budget is {budget!r}, but there is no such file; check the path.")
         raise ValueError(

@@ -118,6 +118,8 @@ def import_function(path: str) -> Reward:
     """The function that "module:function" or "path/file.py:function" names."""
     module_name, colon, function_name = path.rpartition(":")
     hint = suggestion(path.partition(":")[0], REWARDS)
+    if path.endswith(".py") and Path(path).is_file():
+        raise ValueError(f"reward {path!r} is a file; name a function of it, {path}:FUNCTION.")
     if not colon or not module_name or not function_name:
         raise ValueError(
             f'reward {path!r}{hint} is not of the form "module:function" or "file.py:function", nor one of '

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from datetime import UTC, datetime
@@ -109,6 +110,7 @@ def start_record(run: Path, settings: dict[str, Any], loaded: LoadedModel, num_p
         logger.warning("%s was damaged; it is written anew.", path)
     record = {
         "command": command(),
+        "folder": os.getcwd(),  # that relative paths lead from
         "config": settings,
         **provenance(loaded.model.device),
         "processes": num_processes,

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run that is resumed from another folder, or whose files are gone."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+from commands import assert_one_sentence, run
+
+ROW = '{"prompt": "a=b1;b=a2;a|", "answer": "3"}\n'
+REWARD = "def mine(completions, **_):\n    return [float('3' in text) for text in completions]\n"
+GIVEN = (
+    "--model embedded --task.train_file rows.jsonl --task.rewards reward.py:mine --kv.policy rkv "
+    "--kv.budget cal/schedule.json --kv.interval 4 --kv.window 4 --sampling.max_tokens 16 "
+    "--trainer.prompts_per_step 1 --trainer.steps 1"
+)
+RESUME = ["--trainer.resume_from_checkpoint", "true", "--trainer.steps", "2"]
+
+
+@pytest.fixture
+def begun(tmp_path, monkeypatch):
+    """A run of one step with paths that lead from its own folder."""
+    home = tmp_path / "home"
+    (home / "cal").mkdir(parents=True)
+    (home / "rows.jsonl").write_text(ROW)
+    (home / "reward.py").write_text(REWARD)
+    (home / "cal" / "schedule.json").write_text(json.dumps({"starts": [0, 16], "budgets": [12, 20]}))
+    monkeypatch.chdir(home)
+    code, _, err = run("train", *GIVEN.split(), "--trainer.output_dir", str(home / "run"))
+    assert code == 0, err
+    return home
+
+
+def test_files_that_are_where_the_run_was_started_are_named(begun, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    resumed = ["train", "--trainer.output_dir", str(begun / "run"), *RESUME]
+    assert_one_sentence(run(*resumed), f"was started in {begun}, where rows.jsonl is; resume it from there")
+    shutil.copy(begun / "rows.jsonl", tmp_path)
+    assert_one_sentence(run(*resumed), f"was started in {begun}, where reward.py is; resume it from there")
+    code, _, err = run(*resumed, "--task.rewards", f"{begun / 'reward.py'}:mine")
+    assert code == 0 and "steps 1 to 2" in err, err
+
+
+def test_a_schedule_that_is_gone_is_as_it_was_read(begun):
+    shutil.rmtree(begun / "cal")
+    code, _, err = run("train", "--trainer.output_dir", "run", *RESUME)
+    assert code == 0 and "steps 1 to 2" in err, err
+    assert json.loads((begun / "run" / "run.json").read_text())["config"]["kv"]["budget"] == "12@0+20@16"
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("--kv.budget cal", "kv.budget is 'cal', a folder; give 'cal/schedule.json'"),
+        ("--task.rewards reward.py", "reward 'reward.py' is a file; name a function of it, reward.py:FUNCTION"),
+        ("...", "'...' stands for settings of your own; leave it out"),
+    ],
+)
+def test_what_is_left_unsaid_is_asked_for(begun, given, said):
+    assert_one_sentence(run("train", *GIVEN.split(), "--trainer.output_dir", "other", *given.split()), said)
