@@ -25,7 +25,7 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from sparse_rl.model.attention import NAME
+from sparse_rl.model.attention import registered
 from sparse_rl.model.dry_run import dry_run
 from sparse_rl.model.load import LoadedModel
 from sparse_rl.rollout import Engine, EngineConfig, Sampling
@@ -77,7 +77,7 @@ def forgetting(batch: int, length: int, heads: int, group: int, share: float, ge
 
 @torch.no_grad()
 def accuracy(model: LlamaForCausalLM, task: Chain, hidden: int, count: int = 512) -> float:
-    copy = build(hidden, NAME).to(model.device).eval()
+    copy = build(hidden, registered()).to(model.device).eval()
     copy.load_state_dict(model.state_dict())
     tokenizer = chain_tokenizer()
     loaded = LoadedModel(model=copy, tokenizer=tokenizer, shape=dry_run(copy))
@@ -141,7 +141,7 @@ def main() -> None:
                 reached = accuracy(model, task, args.hidden)
             print(f"step {step} loss {loss.item():.4f} accuracy {reached:.3f} {time.time() - began:.0f} s", flush=True)
 
-    final = build(args.hidden, NAME)
+    final = build(args.hidden, registered())
     final.load_state_dict(model.state_dict())
     final.to(torch.bfloat16).save_pretrained(args.output)
     chain_tokenizer().save_pretrained(args.output)

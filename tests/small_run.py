@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
 import signal
 import sys
@@ -19,7 +20,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from sparse_rl.evaluate import EvalConfig
 from sparse_rl.kv import RKV
-from sparse_rl.metrics import read_log
+from sparse_rl.metrics import RunLog, read_log
 from sparse_rl.model.dry_run import dry_run
 from sparse_rl.model.load import LoadedModel, load
 from sparse_rl.objective.correction import Correction
@@ -147,6 +148,9 @@ def completions_of(run: Path) -> dict[str, bytes]:
 def assert_same_run(got: Path, expected: Path, *, same_checkpoints: bool = True) -> None:
     """Equal logs, and equal last checkpoints; the others may differ in which steps they are of."""
     assert without_times(got) == without_times(expected)
+    learns_from_rewards = "task" in json.loads((expected / "run.json").read_text())["config"]
+    logs = RunLog.FILES if learns_from_rewards else RunLog.FILES[:1]
+    assert {path.name for path in expected.glob("*.jsonl")} == set(logs)
     assert completions_of(got) == completions_of(expected)
     ours, theirs = ([path.name for path in checkpoint.checkpoints(folder)] for folder in (got, expected))
     assert ours == theirs if same_checkpoints else ours[-1] == theirs[-1]

@@ -115,16 +115,20 @@ def test_what_is_exported_can_be_trained_and_sampled(adapter, tmp_path):
 
 def test_nothing_is_overwritten_and_nothing_left_half_written(full, tmp_path, monkeypatch):
     checkpoint, _ = full
-    (tmp_path / "taken").mkdir()
+    for name in ("taken", "out.tmp", "out.old"):  # a user's own
+        (tmp_path / name).mkdir()
     assert_one_sentence(run("export", str(checkpoint), str(tmp_path / "taken")), "exists and is not overwritten")
 
     def full_disk(path):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("sparse_rl.runfolder._to_disk", full_disk)
-    result = run("export", str(checkpoint), str(tmp_path / "out"))
+    with monkeypatch.context() as patch:
+        patch.setattr("sparse_rl.runfolder._to_disk", full_disk)
+        result = run("export", str(checkpoint), str(tmp_path / "out"))
     assert_one_sentence((result[0], result[1], result[2].splitlines()[-1]), "out could not be written", "make room")
-    assert [path.name for path in tmp_path.iterdir()] == ["taken"]
+    assert {path.name for path in tmp_path.iterdir()} == {"taken", "out.tmp", "out.old"}
+    exported(checkpoint, tmp_path / "out")
+    assert {path.name for path in tmp_path.iterdir()} == {"taken", "out.tmp", "out.old", "out"}
 
 
 def test_what_is_no_checkpoint_is_refused(full, tmp_path):

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import json
+import re
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +14,7 @@ import torch
 import yaml
 from commands import assert_one_sentence, run
 
-from sparse_rl.cli.plan import warn_of_memory
+from sparse_rl.cli.plan import plan_comments, warn_of_memory
 from sparse_rl.cli.train import read, train_parser
 from sparse_rl.model.tiny import tiny_model
 from sparse_rl.plan import Device
@@ -177,6 +179,10 @@ def test_advice_is_in_the_words_of_the_command(monkeypatch):
     monkeypatch.setattr("sparse_rl.plan.choose_device", lambda *_, **__: small)
     code, shown, _ = run("train", "--dry-run")
     assert code == 0 and "\n#   torchrun --nproc-per-node " in shown and "--ranks" not in shown
+    monkeypatch.setattr("sparse_rl.plan.choose_device", lambda *_, **__: replace(small, memory=40_000_000_000))
+    settings, _, parts = read(["--model", "Qwen/Qwen2.5-7B", *run_settings], train_parser())
+    (combined,) = (line for line in plan_comments(settings, parts, 2) if line.startswith("# together: "))
+    assert re.match(r"# together: torchrun --nproc-per-node \d+ -m sparse_rl train --", combined)
 
 
 def test_half_precision_is_refused_before_anything_is_loaded():

@@ -9,6 +9,7 @@ import shutil
 import pytest
 from commands import CHAIN, RUN, SHORT, SPARSE, assert_one_sentence, contents, flags, flat, run, strict_json, train
 
+from sparse_rl.cli.train import _same_model
 from sparse_rl.metrics import read_log
 from sparse_rl.report.runs import load_runs
 from sparse_rl.train.checkpoint import STATE
@@ -75,6 +76,10 @@ def test_a_checkpoint_of_another_folder_says_which(finished, tmp_path):
     given = ["--trainer.output_dir", str(tmp_path / "run"), "--trainer.resume_from_checkpoint", str(last)]
     result = train(*CHAIN, *given)
     assert_one_sentence(result, "there is no run to resume", f"give --trainer.output_dir {finished[0]}.")
+    shutil.copytree(last, tmp_path / "other" / "checkpoint-2")  # run.json is lost there
+    given[-1] = str(tmp_path / "other" / "checkpoint-2")
+    result = train(*CHAIN, *given)
+    assert_one_sentence(result, "there is no run to resume", f"give --trainer.output_dir {tmp_path / 'other'}.")
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "rejected.jsonl", "checkpoint-3/model.safetensors"])
@@ -196,7 +201,15 @@ def test_a_schedule_of_another_model_is_told_of(tmp_path, caplog):
     assert "kv.budget was calibrated on the model other/model, and this run is of embedded." in caplog.text
 
 
-@pytest.mark.parametrize("damaged", ["", "not json", "[]"])
+def test_a_models_folder_has_several_names(tmp_path, monkeypatch):
+    (tmp_path / "mine").mkdir()
+    monkeypatch.chdir(tmp_path)
+    for other, same in (("mine", True), ("./mine/", True), (str(tmp_path / "mine"), True), (".", False), ("m", False)):
+        assert _same_model("mine", other) is same and _same_model(other, "mine") is same
+    assert _same_model("Qwen/Qwen3-4B", "Qwen/Qwen3-4B")
+
+
+@pytest.mark.parametrize("damaged", ["", "not json", "[]", "{}"])
 def test_a_run_whose_record_is_damaged_keeps_its_settings_too(finished, damaged, tmp_path, caplog):
     """A checkpoint has them as well; without one, nothing knows them, and the default recipe's are not the run's."""
     folder = tmp_path / "run"

@@ -43,11 +43,38 @@ def test_files_that_are_where_the_run_was_started_are_named(begun, tmp_path, mon
     assert code == 0 and "steps 1 to 2" in err, err
 
 
+def test_a_model_in_a_folder_is_named_too(begun, tmp_path, monkeypatch):
+    shutil.copytree(begun / "run" / "checkpoint-1", begun / "mine")
+    given = [*GIVEN.split(), "--model", "mine", "--kv.budget", "12", "--trainer.output_dir", "tuned"]
+    code, _, err = run("train", *given)
+    assert code == 0, err
+    monkeypatch.chdir(tmp_path)
+    for name in ("rows.jsonl", "reward.py"):
+        shutil.copy(begun / name, tmp_path)
+    (begun / "rkv").mkdir()  # which is no setting's, whatever its name
+    resumed = run("train", "--trainer.output_dir", str(begun / "tuned"), *RESUME)
+    assert_one_sentence(resumed, f"was started in {begun}, where mine is; resume it from there")
+
+
 def test_a_schedule_that_is_gone_is_as_it_was_read(begun):
     shutil.rmtree(begun / "cal")
     code, _, err = run("train", "--trainer.output_dir", "run", *RESUME)
     assert code == 0 and "steps 1 to 2" in err, err
     assert json.loads((begun / "run" / "run.json").read_text())["config"]["kv"]["budget"] == "12@0+20@16"
+
+
+def test_two_schedules_of_any_name_that_are_gone_are_as_they_were_read(begun):
+    (begun / "held").write_text(json.dumps({"starts": [0], "budgets": [80]}))
+    (begun / "read").write_text(json.dumps({"starts": [0, 16], "budgets": [48, 64]}))
+    both = ["--kv.budget", "held", "--kv.select", "pages_mean", "--kv.select_budget", "read", "--kv.window", "2"]
+    code, _, err = run("train", *GIVEN.split(), *both, "--trainer.output_dir", "both")
+    assert code == 0, err
+    for name in ("held", "read"):
+        (begun / name).unlink()
+    code, _, err = run("train", "--trainer.output_dir", "both", *RESUME)
+    assert code == 0 and "steps 1 to 2" in err, err
+    kv = json.loads((begun / "both" / "run.json").read_text())["config"]["kv"]
+    assert (kv["budget"], kv["select_budget"]) == ("80@0", "48@0+64@16")
 
 
 @pytest.mark.parametrize(

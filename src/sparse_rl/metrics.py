@@ -136,8 +136,8 @@ ALARM_WINDOW = 10  # steps a mean length or share is taken over
 REMEDIES = {  # what an alarm asks for
     "alarm/reward": "read completions.jsonl. If right answers earn nothing, mend the reward; if all are right, take "
     "harder prompts; if none is, take easier ones, a warm start (sparse-rl sft) or a reward that tells near from far.",
-    "alarm/anomalies": "raise kv.budget, or choose a gentler policy. Where they are rejected, rejected.jsonl shows the "
-    "tokens.",
+    "alarm/anomalies": "raise kv.budget, or choose another kv.policy (sparse-rl inspect compares them). Where they are "
+    "rejected, rejected.jsonl shows the tokens.",
     "alarm/rejection": "what is rejected was sampled for nothing: raise kv.budget. A strict veto may reject as much "
     "and still learn; rejected.jsonl shows at which tokens it does.",
     "alarm/tail": "raise kv.budget for such contexts: a schedule, or kv.budget auto, which goes up to control.largest. "
@@ -147,7 +147,8 @@ REMEDIES = {  # what an alarm asks for
     "prefix say.",
     "alarm/kl": "raise kv.budget (or set it to auto), or lower optimizer.learning_rate.",
     "alarm/collapse": "the model that is kept gets worse, whatever the sampler earns: go back to the best checkpoint, "
-    "then lower optimizer.learning_rate, raise kv.budget, or choose a stricter correction (strict, say).",
+    "then lower optimizer.learning_rate, or where the cache is sparse raise kv.budget or choose a stricter correction "
+    "(strict, say).",
 }
 
 

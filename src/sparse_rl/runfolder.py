@@ -159,13 +159,14 @@ def publish(temporary: Path, folder: Path) -> None:
     """Bring a folder to disk, then give it its name; one that had it stands aside until then."""
     for path in [*_files(temporary), *_folders(temporary)]:
         _to_disk(path)
-    aside = folder.with_name(folder.name + ASIDE)
-    if folder.exists():
+    aside, replaced = folder.with_name(folder.name + ASIDE), folder.exists()
+    if replaced:
         remove(aside)
         folder.rename(aside)
     temporary.rename(folder)
     _to_disk(folder.parent)
-    remove(aside)
+    if replaced:  # else it is somebody else's
+        remove(aside)
 
 
 def recover(parent: Path, pattern: str) -> None:

@@ -311,6 +311,8 @@ def test_cost_command():
         assert code == 2 and said in err, err
     for flags, said in (
         ("--kv rkv:64 --budget 77", "--budget is '77', but nothing reads it with --kv"),
+        ("--measure --budget 77", "--measure runs a policy, and --kv names none"),
+        ("--gpu h100 --bandwidth 1e12 --flops 1e14", "--gpu is 'h100', but nothing reads it with --bandwidth and"),
         ("--device cuda:9", "--device is 'cuda:9', but nothing reads it without --measure"),
         ("--kv rkv:64 --measure --fixed-ms 2", "--fixed-ms is 2.0, but nothing reads it with --measure"),
         ("--kv quest:64 --measure --page 24", "--page is 24; to be measured it must be a multiple of 16"),

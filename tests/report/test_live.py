@@ -51,6 +51,16 @@ def test_a_step_and_its_evaluation_are_a_line_each_under_the_headings(capsys):
     assert row.split() == ["7", "0.500", "25.0%", "0.0125", "55%", "179", "0.032", "7,737", "3.0"]
 
 
+@pytest.mark.parametrize("pending", [None, {"reward": 0.5}], ids=["whole", "not evaluated"])
+def test_a_run_that_has_ended_says_what_is_left(pending, tmp_path, capsys):
+    trainer = small_trainer(tmp_path, steps=2)
+    trainer.run.step, trainer.run.pending = 2, pending
+    live = Live()
+    live.on_begin(trainer)
+    live.on_end()
+    assert ("nothing is left to do" in capsys.readouterr().err) == (pending is None)
+
+
 def test_a_stage_that_begins_is_shown_at_once():
     """Though the rollouts have just moved the line: grading may hang."""
     live, shown = Live(), []

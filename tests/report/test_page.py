@@ -56,6 +56,7 @@ def write_run(folder: Path, metrics: list[dict[str, Any]], settings: dict[str, A
     folder.mkdir(parents=True)
     about = {
         "command": "sparse-rl train",
+        "folder": str(folder.parent),
         "config": config() if settings is None else settings,
         "versions": {"torch": "2"},
     }
@@ -287,7 +288,7 @@ def test_hostile_text_stays_text(tmp_path):
             0.5,
             "rkv",
             "20 % of the completions have a token that the dense model would all but never have written; raise "
-            "kv.budget or use a gentler policy.",
+            "kv.budget or choose another kv.policy (sparse-rl inspect compares them).",
         ),
         (0.15, 0.5, "rkv", None),
         (0.0, 0.0, "rkv", "no KV was saved, as the budget is above the lengths seen; lower kv.budget."),

@@ -188,12 +188,12 @@ def test_hostile_files(case, tmp_path):
     assert "\n" not in str(caught.value)
 
 
-def test_columns_that_are_not_separated_by_commas_are_named(tmp_path):
-    (tmp_path / "a.csv").write_text("prompt;answer\na;1\n")
-    with pytest.raises(
-        ValueError, match=r"line 1 of .*a.csv, the header, is 'prompt;answer'; separate columns by commas"
-    ):
-        read_table(str(tmp_path / "a.csv"))
+@pytest.mark.parametrize(("name", "separators"), [("a.csv", "commas"), ("a.tsv", "tabs")])
+def test_columns_that_are_separated_by_something_else_are_named(name, separators, tmp_path):
+    (tmp_path / name).write_text("prompt;answer\na;1\n")
+    said = rf"line 1 of .*{name}, the header, is 'prompt;answer'; separate columns by {separators}\."
+    with pytest.raises(ValueError, match=said):
+        read_table(str(tmp_path / name))
 
 
 def test_hostile_tables(tmp_path):

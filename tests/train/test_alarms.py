@@ -53,6 +53,8 @@ def test_a_model_that_is_worse_than_at_first(caplog):
     said = [record.getMessage().partition(";")[0] for record in caplog.records]
     fell = "the held-out reward with the dense cache has fallen from 0.800 to"
     assert said == [f"{fell} 0.757", f"{fell} 0.700"]
+    other = [resumed.look_at_evaluation(r, 0.015, "another")["alarm/collapse"] for r in (0.5, 0.49, 0.3)]
+    assert other == [0, 0, 1], "what is evaluated in another way is not compared"
     sure = Alarms()
     assert [sure.look_at_evaluation(r, 0.0)["alarm/collapse"] for r in (0.8, 0.785, 0.775)] == [0, 0, 1]
 

@@ -199,6 +199,24 @@ def test_evaluations_share_their_engines(tmp_path):
     assert all(engine.cache.k.numel() == 0 for engine in engines.values()), "which hold no pool in between"
 
 
+def test_a_fall_is_of_the_same_evaluation_and_beyond_its_error(tmp_path, monkeypatch):
+    """One prompt has no error; two evaluations that differ are not compared."""
+    trainer = small_trainer(tmp_path / "run", steps=1)
+    rewards, logged = [(0.9, 0.01), (0.1, math.nan), (0.2, 0.01), (0.2, 0.01)], []
+    monkeypatch.setattr(
+        trainer,
+        "_evaluate",
+        lambda: dict(zip(("eval/dense/reward", "eval/dense/reward_se"), rewards.pop(0), strict=True)),
+    )
+    monkeypatch.setattr(trainer.run, "evaluates", lambda every: True)
+    monkeypatch.setattr(trainer.run, "finish_step", lambda metrics, began: logged.append(metrics.get("alarm/collapse")))
+    for _ in range(3):
+        trainer._finish_step({}, 0.0)
+    trainer.eval_config = EvalConfig(temperature=0.0)
+    trainer._finish_step({}, 0.0)
+    assert logged == [0, None, 1, 0]
+
+
 @pytest.mark.parametrize(("policy", "kept"), [(None, True), (Full(), False)], ids=["bounded", "full"])
 def test_pools_that_grow_with_the_answers_are_freed_while_it_learns(tmp_path, monkeypatch, policy, kept):
     trainer = small_trainer(tmp_path / "run", steps=1, parts={"kv": policy} if policy else {})

@@ -95,18 +95,19 @@ def _parser() -> ArgumentParser:
 def _check(settings: Namespace, parser: ArgumentParser) -> None:
     from sparse_rl.kv.schedule import MOST
 
-    unread = (*PREDICTS, "budget") if settings.measure else (*MEASURES, *(["budget"] if settings.kv else []))
-    for name in unread:
+    if settings.measure and settings.kv is None:
+        raise ValueError("--measure runs a policy, and --kv names none; give one, such as --kv rkv:1024.")
+    names, why = (PREDICTS, "with --measure") if settings.measure else (MEASURES, "without --measure")
+    unread = dict.fromkeys(names, why)
+    if settings.kv is not None:
+        unread["budget"] = "with --kv, whose policy has one"
+    if settings.bandwidth is not None and settings.flops is not None:
+        unread["gpu"] = "with --bandwidth and --flops"
+    for name, why in unread.items():
         if settings[name] != parser.get_default(name):
-            why = (
-                "with --kv, whose policy has one"
-                if name == "budget"
-                else f"with{'out' * (not settings.measure)} --measure"
-            )
             raise ValueError(
                 f"--{name.replace('_', '-')} is {settings[name]!r}, but nothing reads it {why}; leave it out."
             )
-
     for name in ("rows", "n", "prompt", "output", "page"):
         if not 1 <= settings[name] <= MOST:
             raise ValueError(f"--{name} is {settings[name]}; it must be from 1 to {MOST}.")
@@ -119,8 +120,6 @@ def _check(settings: Namespace, parser: ArgumentParser) -> None:
             raise ValueError(f"--{name} is {settings[name]}; it must be above 0 and finite.")
     if not 0 <= settings.fixed_ms < math.inf:
         raise ValueError(f"--fixed-ms is {settings.fixed_ms}; it must be at least 0 and finite.")
-    if settings.measure and settings.kv is None:
-        raise ValueError("--measure runs a policy, and --kv names none; give one, such as --kv rkv:1024.")
     if settings.measure and settings.page % 16:
         raise ValueError(f"--page is {settings.page}; to be measured it must be a multiple of 16.")
     if settings.result is not None and not settings.measure:

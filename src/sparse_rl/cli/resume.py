@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from jsonargparse import ArgumentParser, Namespace
 
 
+FOLDERS = ("model", "train_file", "eval_file")  # settings that may name one
+
+
 def own_settings(parser: ArgumentParser, given: Namespace, section: str) -> dict[str, Any] | None:
     """Those of the run that is to be resumed, as a config file has them.
 
@@ -26,9 +29,7 @@ def own_settings(parser: ArgumentParser, given: Namespace, section: str) -> dict
     if not isinstance(record, dict) or not isinstance(record.get(section), dict):
         return None
     record["grading"] = record[section].get("grading", {})
-    kv = record.get("kv", {})
-    if str(kv.get("budget")).endswith(".json") and "schedule" in kv and not Path(kv["budget"]).is_file():
-        kv["budget"] = steps_of(kv["schedule"])  # as it was read
+    _restore_schedules(record.get("kv", {}))
     record["trainer"] = record.get("trainer", {}) | {"output_dir": folder, "resume_from_checkpoint": resume}
     if record.get("correction", {}).get("preset") == "custom":
         fields = {name: value for name, value in record["correction"].items() if value is not None}
@@ -45,9 +46,14 @@ def own_settings(parser: ArgumentParser, given: Namespace, section: str) -> dict
     return settings
 
 
-def steps_of(schedule: dict[str, list[int]]) -> str:
-    """A recorded schedule as a setting: "32@0+48@60"."""
-    return "+".join(f"{budget}@{start}" for start, budget in zip(schedule["starts"], schedule["budgets"], strict=True))
+def _restore_schedules(kv: dict[str, Any]) -> None:
+    """Let steps stand for a schedule's file that is gone, as they were read."""
+    from sparse_rl.kv import SCHEDULED
+    from sparse_rl.kv.schedule import Schedule, is_path
+
+    for budget, schedule in SCHEDULED:
+        if schedule in kv and is_path(kv[budget]) and not os.path.isfile(kv[budget]):
+            kv[budget] = Schedule(**{name: tuple(values) for name, values in kv[schedule].items()}).text
 
 
 def check_paths(settings: Namespace, own: dict[str, Any]) -> None:
@@ -56,10 +62,12 @@ def check_paths(settings: Namespace, own: dict[str, Any]) -> None:
 
     folder = own["trainer"]["output_dir"]
     there = Path(recorded(Path(folder)).get("folder", "."))
-    for now, then in [(settings, own), *((settings[name], own[name]) for name in own if isinstance(own[name], dict))]:
-        for text in [text for key in then if _texts(then[key]) == _texts(now.get(key)) for text in _texts(then[key])]:
+    for now, then in [(settings, own), *((settings[key], own[key]) for key in own if isinstance(own[key], dict))]:
+        same = [(key, text) for key in then for text in _texts(then[key]) if text in _texts(now.get(key))]
+        for name, text in same:
             path = text.rpartition(":")[0] if ".py:" in text else text  # of a reward
-            if path and not os.path.exists(path) and os.path.isfile(there / path):
+            is_there = os.path.exists if name in FOLDERS else os.path.isfile
+            if path and not os.path.exists(path) and is_there(there / path):
                 raise ValueError(f"{folder} was started in {there}, where {path} is; resume it from there.")
 
 

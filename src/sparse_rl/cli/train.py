@@ -141,7 +141,8 @@ def _train(settings: Namespace, task: Any, parts: dict[str, Any], processes: Pro
         warn_of_memory(settings, parts, processes.size)
         if settings.device == "cpu" and torch.cuda.is_available():
             logger.warning("this run is on the CPU, and the machine has a GPU; --device cuda uses it.")
-        if (other := made_on(getattr(parts["kv"], "budget", None))) not in (None, settings.model):
+        other = made_on(getattr(parts["kv"], "budget", None))
+        if other is not None and not _same_model(other, settings.model):
             logger.warning("kv.budget was calibrated on the model %s, and this run is of %s.", other, settings.model)
     dtype = model_dtype(settings.dtype)
     loaded = processes.together(lambda: load(settings.model, dtype=dtype, device=processes.device(settings.device)))
@@ -154,6 +155,10 @@ def _train(settings: Namespace, task: Any, parts: dict[str, Any], processes: Pro
         best = trainer.run.best["checkpoint"]
         other = f" (the best so far in {best})" if best and best != saved[-1].name else ""
         print(f"the model is in {saved[-1]}{other}; sparse-rl report {run} makes a page of the run")
+
+
+def _same_model(one: str, other: str) -> bool:
+    return one == other or (os.path.isdir(one) and os.path.isdir(other) and os.path.samefile(one, other))
 
 
 def train_parser(

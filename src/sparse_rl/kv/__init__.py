@@ -32,9 +32,12 @@ POLICIES: dict[str, type[KVPolicy]] = {
     for policy in (Full, Streaming, Random, Knorm, KeyDiff, TOVA, H2O, SnapKV, RKV, GKV, PagesMean, Quest)
 }
 
+SCHEDULED = (("budget", "schedule"), ("select_budget", "select_schedule"))  # settings, and their steps in a record
+
 __all__ = [
-    "GKV", "H2O", "POLICIES", "RKV", "TOVA", "EvictPolicy", "Full", "KVPolicy", "KeyDiff", "Knorm", "PagesMean",
-    "Quest", "Random", "SelectPolicy", "SnapKV", "Streaming", "build_policy", "check_use", "policy_record",
+    "GKV", "H2O", "POLICIES", "RKV", "SCHEDULED", "TOVA", "EvictPolicy", "Full", "KVPolicy", "KeyDiff", "Knorm",
+    "PagesMean", "Quest", "Random", "SelectPolicy", "SnapKV", "Streaming", "build_policy", "check_use",
+    "policy_record",
 ]  # fmt: skip
 
 
@@ -66,7 +69,7 @@ def check_use(policy: KVPolicy) -> None:
 def policy_record(policy: KVPolicy) -> dict[str, Any]:
     """Name and settings, as a run's record has them; a schedule with its steps, since a file may change."""
     record = {"policy": policy.name, **asdict(policy)}
-    for budget, schedule in (("budget", "schedule"), ("select_budget", "select_schedule")):
+    for budget, schedule in SCHEDULED:
         if isinstance(record.get(budget), str):
             record[schedule] = asdict(load(record[budget]))
     return record

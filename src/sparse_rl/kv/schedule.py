@@ -129,24 +129,33 @@ def load(budget: int | str) -> Schedule:
 
 
 def save(schedule: Schedule, path: Path, **provenance: Any) -> None:
-    """Write a file that `load` reads; what else it says is for people, and `kv` for `made_for`."""
+    """Write a file that `load` reads; what else it says is for people, but for `kv` (`made_for`) and `model`."""
     write_json(path, {**provenance, **asdict(schedule)})
+
+
+def is_path(budget: object) -> bool:
+    """Whether a `budget` setting stands for a file, be it there or not."""
+    return isinstance(budget, str) and budget not in ("auto", *published()) and not STEPS.fullmatch(budget)
 
 
 def made_for(budget: object) -> dict[str, Any]:
     """The policy that a calibration's schedule was found with, and its settings; nothing of other budgets."""
-    if not isinstance(budget, str) or budget in published() or not isfile(budget):
-        return {}
-    found = json.loads(Path(budget).read_text(encoding="utf-8")).get("kv")
+    found = _provenance(budget).get("kv")
     return found if isinstance(found, dict) else {}
 
 
 def made_on(budget: object) -> str | None:
     """The model that a calibration's schedule was found with, if a file says so."""
-    if not isinstance(budget, str) or budget in published() or not isfile(budget):
-        return None
-    model = json.loads(Path(budget).read_text(encoding="utf-8")).get("model")
+    model = _provenance(budget).get("model")
     return model if isinstance(model, str) else None
+
+
+def _provenance(budget: object) -> dict[str, Any]:
+    """What a schedule's file says; nothing of other budgets."""
+    if not is_path(budget) or not isfile(path := str(budget)):
+        return {}
+    found: dict[str, Any] = json.loads(Path(path).read_text(encoding="utf-8"))
+    return found
 
 
 @cache

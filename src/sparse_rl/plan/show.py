@@ -127,7 +127,8 @@ def gb(count: float) -> str:
 def _advice(plan: Plan, command: str) -> list[str]:
     def spelt(remedy: Remedy) -> str:
         name, _, value = remedy.setting.partition(" ")
-        return f"torchrun --nproc-per-node {value}" if (name, command) == ("ranks", "train") else f"--{remedy.setting}"
+        started = f"torchrun --nproc-per-node {value} -m sparse_rl train"
+        return started if (name, command) == ("ranks", "train") else f"--{remedy.setting}"
 
     alone, combined = remedies(plan), together(plan)
     if not alone:
@@ -137,7 +138,7 @@ def _advice(plan: Plan, command: str) -> list[str]:
     text += [f"  {spelt(remedy):{width}}  {_phases(plan, remedy.plan)}: {remedy.cost}" for remedy in alone]
     if not combined:
         return [*text, "all of it together does not; take a smaller model, or shorter completions."]
-    settings = " ".join(map(spelt, combined))
+    settings = " ".join(sorted(map(spelt, combined), key=lambda setting: setting.startswith("--")))
     return [*text, f"together: {settings}", f"  {summary(combined[-1].plan)}"]
 
 

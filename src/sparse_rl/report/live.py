@@ -62,7 +62,7 @@ class Live(Terminal):
             f"{trainer.config.steps}",
             "  step " + "".join(f"{heading:>10}" for heading in COLUMNS),
         )
-        if trainer.step >= trainer.config.steps > 0:
+        if trainer.step >= trainer.config.steps > 0 and trainer.run.pending is None:
             self.line.print("nothing is left to do; raise trainer.steps to go on")
 
     def on_progress(self, stage: str, progress: Progress) -> None:

@@ -138,7 +138,7 @@ def _settings(runs: list[LoggedRun]) -> Html:
         return table(head, ((name, *(_cut(run.settings.get(name, NONE), 400, 0) for run in runs)) for name in names))
 
     every = dict.fromkeys(name for run in runs for name in run.settings)
-    apart = [name for name in differing(runs) if name not in ("command", "started")]
+    apart = [name for name in differing(runs) if name not in ("command", "folder", "started")]
     text = of(apart) if apart else Html("<p>None.</p>")
     return Html(
         (f"<h2>Settings that differ</h2>\n{text}\n" if len(runs) > 1 else "<h2>Settings</h2>\n")

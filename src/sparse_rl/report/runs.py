@@ -105,7 +105,7 @@ def advice(run: LoggedRun) -> list[str]:
         share = f"{100 * anomalous:.0f} %"
         found.append(
             f"{share} of the completions have a token that the dense model would all but never have written; raise "
-            "kv.budget or use a gentler policy."
+            "kv.budget or choose another kv.policy (sparse-rl inspect compares them)."
         )
     for name, remedy in REMEDIES.items():
         flags = [value for _, value in run.series(name)]

@@ -137,7 +137,7 @@ def _from_csv(text: str, name: str, separator: str) -> list[Row]:
         if values is None:
             break
         if values and not header:
-            header = _header(values, where)
+            header = _header(values, where, separator)
         elif values and len(values) != len(header):
             count = f"{len(values)} value{'s' if len(values) > 1 else ''}"
             raise ValueError(
@@ -151,11 +151,13 @@ def _from_csv(text: str, name: str, separator: str) -> list[Row]:
     return rows
 
 
-def _header(values: list[str], where: str) -> list[str]:
+def _header(values: list[str], where: str, separator: str) -> list[str]:
     """The names of the columns."""
     names = [value.strip() for value in values]
     if len(names) == 1 and ";" in names[0]:
-        raise ValueError(f"{where}, the header, is {names[0]!r}; separate columns by commas.")
+        raise ValueError(
+            f"{where}, the header, is {names[0]!r}; separate columns by {'commas' if separator == ',' else 'tabs'}."
+        )
     if "" in names:
         raise ValueError(f"{where}, the header, has no name for column {names.index('') + 1}; name or remove it.")
     if twice := next((name for name in names if names.count(name) > 1), None):

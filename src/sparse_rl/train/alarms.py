@@ -12,8 +12,7 @@
 
 All but the first and the last are signs of a cache that is too sparse, and are looked for where it is sparse.
 A sign is over after ten steps (that of the tail: measurements) without it, that of a collapse with the first evaluation
-without it, and may then begin anew. `alarm/NAME` is 1
-as long as it lasts.
+without it, and may then begin anew. `alarm/NAME` is 1 as long as it lasts.
 """
 
 from __future__ import annotations
@@ -49,7 +48,8 @@ class Alarms:
         self.lengths: list[float] = []
         self.longest = 0.0  # mean over a window
         self.kls: list[float] = []
-        self.first: list[float] | None = None  # held-out reward with the dense cache and its error, at the first step
+        self.first: list[float] | None = None  # held-out reward with the dense cache and its error, when first seen
+        self.held_out = ""  # what these are of
         self.fallen = False
 
     def look(
@@ -73,9 +73,13 @@ class Alarms:
         sign = f"for {EQUAL} steps all completions of a prompt had the same reward, whatever the prompt ({now} now)"
         return self._raise({"reward": f"{sign}, so nothing is learnt" if self.equal >= EQUAL else ""})
 
-    def look_at_evaluation(self, reward: float, error: float) -> dict[str, float]:
-        """The same of the model that is kept, at every evaluation: whether it is worse than it was."""
-        self.first = self.first or [reward, error]
+    def look_at_evaluation(self, reward: float, error: float, held_out: str = "") -> dict[str, float]:
+        """The same of the model that is kept, at every evaluation: whether it is worse than it was.
+
+        held_out: of what, in words that are others if a resumed run is evaluated in another way
+        """
+        if self.first is None or held_out != self.held_out:
+            self.first, self.held_out = [reward, error], held_out
         began, least = self.first[0], max(DROP, SURE * math.hypot(error, self.first[1]))
         before, self.fallen = self.fallen, began - reward > least
         if self.fallen and not before:

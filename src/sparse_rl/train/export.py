@@ -25,7 +25,7 @@ def export(folder: Path, output: Path, dtype: torch.dtype | None = None) -> None
     if not folder.is_dir():
         raise ValueError(f"{folder} is no folder; give a checkpoint of a run, like runs/first/checkpoint-10.")
     model, tokenizer = _model(folder, dtype)
-    temporary = unfinished(output)
+    temporary = unfinished(output.with_name(f".{output.name}"))  # a name that nobody gives
     remove(temporary)  # what a kill has left
     try:
         model.save_pretrained(temporary)

@@ -37,10 +37,9 @@ def check_folder(config: RunConfig, section: str = "task") -> None:
         remedy = f"resume it with {by_flag}, {in_python} in Python, or " if taken[0] == "run.json" else ""
         raise ValueError(f"{run} has a run in it ({taken[0]}); {remedy}give another --trainer.output_dir.")
     if resume and not (run / "run.json").exists() and not checkpoint.checkpoints(run):
-        there = isinstance(resume, str) and (Path(resume).parent / "run.json").exists()
-        remedy = (
-            f"give --trainer.output_dir {Path(str(resume)).parent}" if there else "leave out resume_from_checkpoint"
-        )
+        other = Path(str(resume)).parent
+        there = isinstance(resume, str) and ((other / "run.json").exists() or checkpoint.checkpoints(other))
+        remedy = f"give --trainer.output_dir {other}" if there else "leave out resume_from_checkpoint"
         raise ValueError(f"there is no run to resume in {run}; {remedy}.")
     config_then = recorded(run).get("config") if resume else None
     if config_then and section not in config_then:
@@ -118,7 +117,11 @@ def start_record(run: Path, settings: dict[str, Any], loaded: LoadedModel, num_p
         "trainable_parameters": sum(p.numel() for p in loaded.model.parameters() if p.requires_grad),
         "started": started or datetime.now(UTC).isoformat(timespec="seconds"),
     }
-    write_json(path, record, *([] if path.exists() else ["make room on the disk, then start again"]))
+    write_json(
+        path,
+        record,
+        *([] if path.exists() or checkpoint.checkpoints(run) else ["make room on the disk, then start again"]),
+    )
 
 
 def recorded(run: Path) -> dict[str, Any]:
@@ -126,7 +129,7 @@ def recorded(run: Path) -> dict[str, Any]:
     path = run / "run.json"
     with suppress(ValueError, FileNotFoundError, NotADirectoryError):
         record = json.loads(path.read_bytes())
-        if isinstance(record, dict):
+        if isinstance(record, dict) and isinstance(record.get("config"), dict):
             return record
     for folder in reversed(checkpoint.checkpoints(run)):
         with suppress(ValueError):

@@ -9,6 +9,7 @@ Every random number is a function of the seed and the step, so a resumed run is 
 from __future__ import annotations
 
 import copy
+import json
 import logging
 import math
 import time
@@ -263,11 +264,18 @@ class Trainer:
     def _finish_step(self, metrics: dict[str, float], began: float) -> None:
         """Evaluate if it is time, write the step's line, save if it is time."""
         found = self._evaluate() if self.run.evaluates(self.eval_config.every) else {}
-        if math.isfinite(reward := found.get("eval/dense/reward", math.nan)):
-            error = found.get("eval/dense/reward_se", math.nan)
-            found |= self.alarms.look_at_evaluation(reward, error if math.isfinite(error) else 0.0)
+        reward, error = (found.get(f"eval/dense/{name}", math.nan) for name in ("reward", "reward_se"))
+        if math.isfinite(reward) and math.isfinite(error):  # of two prompts or more
+            found |= self.alarms.look_at_evaluation(reward, error, self._held_out)
         metrics = metrics | found
         self.run.finish_step(metrics | (self.peaks.bytes if self.step else {}), began)
+
+    @property
+    def _held_out(self) -> str:
+        """What an evaluation is of: two of the same can be compared."""
+        task = {name: value for name, value in task_settings(self.task).items() if not name.startswith("train")}
+        settings = {"task": task, "max_tokens": self.sampling.max_tokens, **asdict(replace(self.eval_config, every=0))}
+        return json.dumps(settings, sort_keys=True, default=str)
 
     def _evaluate(self) -> dict[str, float]:
         """Held-out reward with the dense cache and, where it is another, the run's own."""
