@@ -52,7 +52,7 @@ coverage: .venv/ready
 	$(BIN)/python -m coverage combine --quiet
 	$(BIN)/python -m coverage report
 
-## bench-cpu: the README's numbers of a CPU again, the old ones beside them (BENCH=--list shows the commands)
+## bench-cpu: the figures of a CPU in the docs again, the old ones beside them (BENCH=--list shows the commands)
 bench-cpu: .venv/ready
 	$(BIN)/python scripts/bench.py cpu $(BENCH)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure the README's numbers again, the old value beside the new one.
+"""Measure the figures of README and docs again, the old value beside the new one.
 
     python scripts/bench.py cpu|gpu [--list] [--only rollout learner] [--minutes 8]
 
@@ -41,7 +41,7 @@ PARTS = {  # of the evidence, and what measures each again
     "e": "python benchmarks/evidence/part_e.py --jobs 1 --again",
     "smollm2": "python benchmarks/evidence/part_smollm2.py --jobs 5 --again",
 }
-TIMES = {"rollout_cpu": 5}  # two cores that others share are noisier than what changes: the middle run counts
+TIMES = {"rollout_cpu": 5}  # timings on a shared CPU are noisier than what changes: the middle run counts
 WARM = Path("runs/smollm2/warm/done")  # what smollm2_words leaves on its way, and eval_smollm2 begins with
 COPIED = {  # from the folder of the command's --output
     "eval_smollm2": {"results.json": "json", "table.md": "md"},

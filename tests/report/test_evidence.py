@@ -105,15 +105,15 @@ def test_the_page_begins_with_what_it_comes_to():
         records += made_up.seeds("short", arm, 40, four, updates_per_rollout=4)
     said = dict(line.removeprefix("- **").split(":** ") for line in in_short(Evidence(tuple(records))))
     assert said["Of the dense arm's accuracy sparse_rl keeps"] == (
-        "short (completions of 180 tokens): " + ", ".join(["95 % with 50 % of KV saved"] * 3) + "."
+        "short (completions of 180 tokens in the dense arm): " + ", ".join(["95 % with 50 % of KV saved"] * 3) + "."
     )
     (lost,) = (text for title, text in said.items() if title.startswith("Runs that collapse"))
     assert lost == "short: naive 9 of 9, sparse_rl 0 of 9."  # without the extreme budget, which naive does not have
-    (highest,) = (text for title, text in said.items() if title.startswith("The arm that ends highest"))
+    (highest,) = (text for title, text in said.items() if title.startswith("Of the arms with the papers' veto"))
     assert "reject_only at budget 40 (0.900 ± 0.006)" in highest
     (used,) = (text for title, text in said.items() if title.startswith("Used with"))
     assert used == "short: -0.100 ± 0.008 (clearly) under rkv:40, -0.100 ± 0.008 (clearly) under rkv:30."
-    assert said["A veto at 1e-2 instead of 1e-4 changes dense accuracy by"] == (
+    assert said["A veto at 1e-2 (the preset strict) instead of 1e-4 changes dense accuracy by"] == (
         "short: +0.030 ± 0.008 (clearly) at budget 40."
     )
     (updates,) = (text for title, text in said.items() if title.startswith("Four updates"))

@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 DESCRIPTION = """Find the budget a model needs: the cheapest KV cache, by context length, that stays near the dense one.
 
 The dense cache and each budget of a grid answer the prompts; one dense pass over every answer says how much of the
-next-token distributions overlap, sum_v min(p_dense, p_sparse), at every token. Training is stable as long as the worst
-tokens overlap enough: the 5th percentile at 0.86 or more on Sparrow's scale. Per bin of context length the cheapest
+next-token distributions overlap, sum_v min(p_dense, p_sparse), at every token. Sparrow found training stable as long as
+the worst tokens overlap enough: the 5th percentile at 0.86 or more on its scale. Per bin of context length the cheapest
 budget that reaches the target goes into the schedule, which is then run as it is. Small models spread their probability
 over more ids than that scale counts, and their dense cache is itself below 0.86, which is said at once: give
 --relative, with which the target is a share of the dense cache's own tail, 0.915 unless --target says another. OUTPUT

@@ -41,7 +41,8 @@ error over seeds ({seeds} where nothing else is said); that of an accuracy is at
 is that of samples at temperature 1 (SmolLM2: 0.7) on held-out problems; "dense" and "sparse" accuracy are those of the
 same weights with the dense cache and with the cache of the rollouts. KV saved is 1 - entries held / entries a dense
 cache would hold, over decode steps. An arm is a `--correction.preset` on sparse rollouts, naive the preset `none`;
-dense has dense rollouts. Budgets are R-KV's where no other policy is named."""
+dense has dense rollouts. Budgets are R-KV's where no other policy is named. P05 is the 5th percentile over tokens. An
+AUC is the chance that of two runs, one of which collapses, that one has the worse value: 0.5 is a coin."""
 SMOLLM2 = """smollm2: SmolLM2-135M-Instruct after a supervised warm start, look-up among ten pairs, 32 prompts x 8 a
 step. It has {steps} steps because in an earlier run of 60 every arm reached 1.0, where none can be told from another
 (`benchmarks/results/smollm2_lookup.json`); that was settled before these cells ran."""

@@ -36,8 +36,8 @@ FIRST, LAST = slice(0, 3), slice(-5, None)  # steps
 HELD = """The overlap by budget and context length before training, and what comes of training with truncated weights
 (tis): at constant budgets, on schedules calibrated for four targets of P05, with a budget that follows P05 as training
 measures it (auto, from the lenient one), and with an adapter of the sampler's own beside that (auto_distill; its sparse
-accuracy is with the adapter). 41@0+44@60 is 41 entries, and 44 from a context of 60 tokens on; of auto, those of the
-last step. P05 in training is that of the lowest bin, at constant budgets that of all tokens."""
+accuracy is with the adapter). 33@0+45@80 is 33 entries, and 45 from a context of 80 tokens on; of auto, what it
+ended with. P05 in training is that of the lowest bin, at constant budgets that of all tokens."""
 
 PREDICTED = """An AUC compares runs of the same testbed. The cut from which a statistic warns is one for all testbeds
 and chosen on these very runs: on others it would be right less often."""
@@ -131,7 +131,7 @@ def eps_table(evidence: Evidence, bed: str) -> str:
             numbers = _run(evidence, bed, "sparse_rl", budget, eps=given)
             rejected = [plain(curve, ".1%") for curve in curves]
             rows.append([str(budget), f"{eps:g}", numbers[0], numbers[1], *rejected, numbers[-1]])
-    head = ("budget", "eps", "dense accuracy", "sparse accuracy", "rejected, first", "in all", "seeds")
+    head = ("budget", "veto below xi of", "dense accuracy", "sparse accuracy", "rejected, first", "in all", "seeds")
     return table(head, rows)
 
 
@@ -229,6 +229,7 @@ def predictors_table(evidence: Evidence) -> str:
 
 def alarms_table(evidence: Evidence, beds: Sequence[str]) -> str:
     rows = []
+    total: dict[bool, list[bool]] = {True: [], False: []}  # by whether the run collapses
     for bed in beds:
         start = evidence.start(bed)
         trained = evidence.trained(bed)
@@ -237,8 +238,11 @@ def alarms_table(evidence: Evidence, beds: Sequence[str]) -> str:
             for_each: dict[bool, list[bool]] = {True: [], False: []}
             for run in runs:
                 for_each[collapsed(run, start)].append(alarmed(run))
+                total[collapsed(run, start)].append(alarmed(run))
             if runs:
                 rows.append([bed, arm, *(f"{sum(on)} of {len(on)}" for on in for_each.values())])
+    if rows:
+        rows.append(["all", "", *(f"{sum(on)} of {len(on)}" for on in total.values())])
     return f"{ALARM}\n\n{table(('testbed', 'arm', 'of runs that collapse', 'of others'), rows)}"
 
 
