@@ -163,11 +163,15 @@ def test_a_schedule_that_would_train_badly_says_so():
     results["runs"] = [measured(0.1, 0.9, budget=32), measured(0.5, 0.3, budget=40)]
     (said,) = doubts(results, plain)
     assert "in the contexts 0-60, down to 0.500" in said and "reject 30.0 % of the rollouts" in said
-    assert "give --sure, more samples (--n) or a larger --target." in said
+    assert "give --sure, more samples (--n, with another --output) or a larger --target; a veto" in said
+    assert said.endswith("(training warns above 15 %): ask more of the tail (--resume --tail p01).")
     (said,) = doubts(results | {"verified": measured(0.85, 0.15)}, sure)
     assert "down to 0.850" in said and "reject" not in said and "--sure" not in said and "a larger --target" in said
     (said,) = doubts(results | {"verified": measured(0.87, 0.16)}, plain)
     assert "interval" not in said and "reject 16.0 %" in said
+    more = [*results["runs"], measured(0.9, 0.12, budget=48), measured(0.9, 0.0, budget=56)]
+    (said,) = doubts(results | {"runs": more}, CalibrationConfig(tail="p01"))
+    assert said.endswith("ask for a larger --target, or take a constant budget: 48 rejects 12.0 %.")
     assert doubts(results | {"verified": measured(0.86, 0.15)}, sure) == []
     no_interval = {"bins": [{"top20": {"all": {"p05": 0.9}}}], "rejected_frac": 0.0}
     assert doubts(results | {"verified": no_interval}, plain) == []
@@ -196,11 +200,11 @@ def test_settings_that_cannot_be():
 def test_too_few_tokens(small, tmp_path):
     most = len(small.prompts) * small.sampling.n * small.sampling.max_tokens
     few = replace(small, config=replace(CONFIG, min_tokens=most + 1, budgets=(12,)))
-    with pytest.raises(ValueError, match=rf" are {most:,} tokens, fewer than min_tokens \({most + 1:,}\); give more"):
+    with pytest.raises(ValueError, match=rf" are {most:,} tokens, fewer than --min-tokens \({most + 1:,}\); give more"):
         calibrate(few, tmp_path / "known before")
     assert not (tmp_path / "known before").exists()
     decision = replace(CONFIG, min_tokens=most, budgets=(12,), tokens="decision", entropy=50)
-    with pytest.raises(ValueError, match="the dense cache sampled 0 decision tokens, fewer than min_tokens"):
+    with pytest.raises(ValueError, match="the dense cache sampled 0 decision tokens, fewer than --min-tokens"):
         calibrate(replace(small, config=decision), tmp_path / "known after")
 
 
@@ -270,7 +274,7 @@ def test_prompts_of_a_file_and_a_benchmark(tmp_path):
     (tmp_path / "mine.jsonl").write_text('{"prompt": "a=b1;b=a2;a|"}\n{"prompt": "a=b1;b=a2;b|"}\n')
     own = ["--prompts", str(tmp_path / "mine.jsonl"), "--max-tokens", "30", "--dry-run"]
     code, _, err = run("calibrate", *own)
-    assert code == 2 and "2 prompts x 8 samples of 30 tokens are 480 tokens, fewer than min_tokens (2,000)" in err
+    assert code == 2 and "2 prompts x 8 samples of 30 tokens are 480 tokens, fewer than --min-tokens (2,000)" in err
     code, out, err = run("calibrate", *own, "--min-tokens", "480")
     assert code == 0, err
     assert "2 prompts" in out and "at most 42 tokens" in out
@@ -312,7 +316,6 @@ def test_cost_command():
     for flags, said in (
         ("--kv rkv:64 --budget 77", "--budget is '77', but nothing reads it with --kv"),
         ("--measure --budget 77", "--measure runs a policy, and --kv names none"),
-        ("--gpu h100 --bandwidth 1e12 --flops 1e14", "--gpu is 'h100', but nothing reads it with --bandwidth and"),
         ("--device cuda:9", "--device is 'cuda:9', but nothing reads it without --measure"),
         ("--kv rkv:64 --measure --fixed-ms 2", "--fixed-ms is 2.0, but nothing reads it with --measure"),
         ("--kv quest:64 --measure --page 24", "--page is 24; to be measured it must be a multiple of 16"),

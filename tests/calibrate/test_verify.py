@@ -116,6 +116,11 @@ def test_runs_on_the_way_down_are_shown_and_not_done_twice(found):
     assert 2 < len(shown) <= 16 and "40@0+52@10+72@20" in shown and own_of(first) == [40, 52, 72]
     tried = [Schedule(tuple(t["starts"]), tuple(t["budgets"])).text for t in first["tried"]]
     assert [text for text in tried if "+" in text] == shown, "constant budgets are the grid's own runs"
+    (note,) = (note for note in first["notes"] if note.startswith("the cheapest budgets bin by bin, "))
+    least = first["tried"][0]
+    assert Schedule(tuple(least["starts"]), tuple(least["budgets"])).text in note
+    low = least["tails"][2]
+    assert low < 0.93 and f"they hold too little in the contexts 20-30 ({low:.3f})." in note
     again = World(evicting)
     assert found(again, target=0.96)["schedule"] == first["schedule"] and again.runs == []
 

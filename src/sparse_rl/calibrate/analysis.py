@@ -30,8 +30,8 @@ def measure_dense(floor: Tokens, config: CalibrationConfig) -> dict[str, Any]:
     if counts.sum() < config.min_tokens:
         kind = "decision tokens" if config.tokens == "decision" else "tokens"
         raise ValueError(
-            f"the dense cache sampled {counts.sum():,} {kind}, fewer than min_tokens "
-            f"({config.min_tokens:,}); give more prompts, more samples (--n), or lower min_tokens."
+            f"the dense cache sampled {counts.sum():,} {kind}, fewer than --min-tokens "
+            f"({config.min_tokens:,}); give more prompts, more samples (--n), or lower --min-tokens."
         )
     dense = described(floor, bins, config)
     return {"bins": bins, "floor": dense, "targets": targets(config, _floors(dense, config))}
@@ -111,26 +111,33 @@ def doubts(results: dict[str, Any], config: CalibrationConfig) -> list[str]:
     weak = [i for i in weak if i not in unreachable(results, config)]  # of those `judge_dense` speaks
     rejected = max(run["rejected_frac"] for run in ran)
     missed = [span for i, span in enumerate(bins) if i in unreached(ran[i], config)]
-    reasons = []
+    reasons, samples = [], "more samples (--n, with another --output) or a larger --target"
     if missed:
         reasons.append(
             f"its answers have too few tokens in the contexts {contexts(missed)}, so nothing is verified there, and "
-            "answers that get shorter are a warning sign"
+            f"answers that get shorter are a warning sign: give {samples}"
         )
     if weak:
         reasons.append(
             f"the tail's 95 % interval reaches below the target in the contexts {contexts([bins[i] for i in weak])}, "
-            f"down to {min(lows[i] for i in weak):.3f}"
+            f"down to {min(lows[i] for i in weak):.3f}: give {'' if config.sure else '--sure, '}{samples}"
         )
     if rejected > MANY_ANOMALOUS:
         reasons.append(
             f"a veto at xi < 1e-4 would reject {100 * rejected:.1f} % of the rollouts (training warns above "
-            f"{100 * MANY_ANOMALOUS:.0f} %)"
+            f"{100 * MANY_ANOMALOUS:.0f} %): {_gentler(results, config)}"
         )
-    if not reasons:
-        return []
-    remedy = f"{'' if config.sure else '--sure, '}more samples (--n) or a larger --target"
-    return [f"training on this schedule may go badly: {', and '.join(reasons)}; give {remedy}."]
+    return [f"training on this schedule may go badly: {'; '.join(reasons)}."] if reasons else []
+
+
+def _gentler(results: dict[str, Any], config: CalibrationConfig) -> str:
+    """How to have fewer rollouts rejected."""
+    remedy = "ask for a larger --target" if config.tail == "p01" else "ask more of the tail (--resume --tail p01)"
+    few = [run for run in results["runs"] if run["rejected_frac"] <= MANY_ANOMALOUS]
+    if few:
+        least = min(few, key=lambda run: run["budget"])
+        remedy += f", or take a constant budget: {least['budget']} rejects {100 * least['rejected_frac']:.1f} %"
+    return remedy
 
 
 def _floors(dense: dict[str, Any], config: CalibrationConfig) -> list[float]:
@@ -150,7 +157,7 @@ def _notes(found: Found, dense: dict[str, Any], tails: np.ndarray, config: Calib
     if blank:
         notes.append(
             f"no budget has enough tokens in the contexts {contexts([bins[i] for i in blank])}, which keep the "
-            "budget before them; give more prompts, more samples (--n), or lower min_tokens."
+            "budget before them; give more prompts, more samples (--n), or lower --min-tokens."
         )
     short = [i for i, met in enumerate(found.met) if not met and i not in blank and i not in beyond]
     if short:

@@ -101,7 +101,7 @@ def check_tokens(prompts: list[Prompt], sampling: Sampling, config: CalibrationC
     if most < config.min_tokens:
         raise ValueError(
             f"{len(prompts)} prompts x {sampling.n} samples of {sampling.max_tokens} tokens are {most:,} tokens, fewer "
-            f"than min_tokens ({config.min_tokens:,}); give more prompts, more samples (--n), or lower min_tokens."
+            f"than --min-tokens ({config.min_tokens:,}); give more prompts, more samples (--n), or lower --min-tokens."
         )
 
 

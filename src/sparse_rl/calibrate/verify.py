@@ -108,8 +108,8 @@ class _Search:
         if low:
             notes.append(
                 "run as it is, the schedule's tail is below the target, or the dense cache's own where that is less, "
-                f"by more than {TOLERANCE} in the contexts {contexts(low)}; give more rounds (verify), more tokens, or "
-                "a larger budget there."
+                f"by more than {TOLERANCE} in the contexts {contexts(low)}; give more rounds (--verify), more "
+                "tokens, or a larger budget there."
             )
         elif self.refused:
             notes.append(
@@ -122,5 +122,14 @@ class _Search:
                 f"the cheapest budgets bin by bin, {self.schedule(self.least).text}, were not taken: run as they are, "
                 f"their answers have too few tokens in the contexts {contexts([self.bins[i] for i in missed])}, and "
                 "answers that get shorter are a warning sign."
+            )
+        elif found != self.least:
+            tails = tail_row(first, self.config)
+            short = [
+                f"{start}-{end} ({tails[i]:.3f})" for i, (start, end) in enumerate(self.bins) if i in self._short(tails)
+            ]
+            notes.append(
+                f"the cheapest budgets bin by bin, {self.schedule(self.least).text}, were not taken: run as they are, "
+                f"they hold too little in the contexts {', '.join(short)}."
             )
         return notes

@@ -101,8 +101,6 @@ def _check(settings: Namespace, parser: ArgumentParser) -> None:
     unread = dict.fromkeys(names, why)
     if settings.kv is not None:
         unread["budget"] = "with --kv, whose policy has one"
-    if settings.bandwidth is not None and settings.flops is not None:
-        unread["gpu"] = "with --bandwidth and --flops"
     for name, why in unread.items():
         if settings[name] != parser.get_default(name):
             raise ValueError(
