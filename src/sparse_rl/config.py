@@ -78,7 +78,10 @@ def build_task(section: Namespace) -> TaskConfig:
     known = [field.name for field in fields(task)]
     for key in given:
         if key not in known:
-            raise ValueError(f"task.{key} is not a setting of the task {name!r}; it takes {', '.join(known)}.")
+            other = next((name for name, task in TASKS.items() if key in {field.name for field in fields(task)}), None)
+            given_too = "task.train_file" if other == "rows" else f"task.name {other}"
+            takes = f"{other!r} has it: give {given_too} too" if other else f"it takes {', '.join(known)}"
+            raise ValueError(f"task.{key} is not a setting of the task {name!r}; {takes}.")
     built: TaskConfig = task(**_tuples(task, given))
     return built
 

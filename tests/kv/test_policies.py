@@ -13,7 +13,7 @@ from sparse_rl.kv import build_policy
     [
         ({"policy": "rvk"}, "did you mean 'rkv'"),
         ({"policy": "rkv", "bugdet": 4}, "did you mean 'budget'"),
-        ({"policy": "full", "budget": 4}, "takes no settings"),
+        ({"policy": "full", "budget": 4}, "it keeps everything; choose another, kv.policy rkv say"),
         ({"policy": "streaming", "window": 4}, "kv.window is not a setting of policy 'streaming'"),
         ({"policy": "rkv", "budget": 7}, "protected entries alone are 8"),
         ({"policy": "streaming", "budget": 3}, "protected entries alone are 4"),

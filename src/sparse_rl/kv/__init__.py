@@ -48,7 +48,9 @@ def build_policy(policy: str = "full", **settings: Any) -> KVPolicy:
     known = [field.name for field in fields(POLICIES[policy])]
     for key in settings:
         if key not in known:
-            takes = f"it takes {', '.join(known)}" if known else "it takes no settings"
+            takes = (
+                f"it takes {', '.join(known)}" if known else "it keeps everything; choose another, kv.policy rkv say"
+            )
             raise ValueError(f"kv.{key} is not a setting of policy {policy!r}{suggestion(key, known)}; {takes}.")
     built = POLICIES[policy](**settings)
     check_use(built)

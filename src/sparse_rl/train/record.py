@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import transformers
 
+from sparse_rl.kv import EvictPolicy
 from sparse_rl.rollout.engine import EngineStats
 from sparse_rl.tasks import Graded
 from sparse_rl.train.update import Updated
@@ -66,8 +67,11 @@ def engine_metrics(rollouts: list[Rollout], stats: EngineStats, rows: int, secon
     }
 
 
-def warn(rollouts: list[Rollout], graded: Graded, evicts: bool, naive: bool, warned: set[str]) -> None:
-    """What the user would want to change, each once; alarms.py has what may come and go."""
+def warn(rollouts: list[Rollout], graded: Graded, evicts: EvictPolicy | None, naive: bool, warned: set[str]) -> None:
+    """What the user would want to change, each once; alarms.py has what may come and go.
+
+    evicts: the policy, if it drops entries and its budget is the user's
+    """
     if naive and "naive" not in warned:
         warned.add("naive")
         logger.warning(
@@ -88,11 +92,17 @@ def warn(rollouts: list[Rollout], graded: Graded, evicts: bool, naive: bool, war
         )
     if evicts and not any(rollout.kv.num_compressions for rollout in rollouts) and "budget" not in warned:
         warned.add("budget")
-        longest = max(len(rollout.prompt.ids) + len(rollout.token_ids) for rollout in rollouts)
+        longest = max(rollouts, key=lambda rollout: len(rollout.prompt.ids) + len(rollout.token_ids))
+        prompt, held = len(longest.prompt.ids), len(longest.prompt.ids) + len(longest.token_ids) - 1  # never the last
+        due = evicts.trigger(prompt, held)
         logger.warning(
-            "no cache was ever cut: none grew to kv.budget + kv.interval (and its prompt, with kv.protect_prompt), and "
-            "the longest sequence has %d tokens; a smaller kv.budget would save memory.",
-            longest,
+            "no cache was ever cut: the longest sequence holds %d entries, and is cut when it holds %d (%d + "
+            "kv.interval %d); a smaller %s would save memory.",
+            held,
+            due,
+            due - evicts.interval,
+            evicts.interval,
+            "kv.budget" if 2 * evicts.interval < held else "kv.interval (and kv.budget)",
         )
 
 

@@ -177,9 +177,11 @@ class Trainer:
         self._record(rollouts, graded, advantages_R, updated)
         self.guards.note(updated.bad, self.update_config.num_updates, graded.rewards, self.step, run.folder)
         metrics = rollout_metrics(rollouts, graded, self._groups(rollouts)) | speed | updated.metrics | distilled
-        evicts = isinstance(self.kv, EvictPolicy) and self.controller is None  # which lowers a budget by itself
+        evicts = self.kv if isinstance(self.kv, EvictPolicy) else None
         naive = not isinstance(self.kv, Full) and self.correction == PRESETS["none"]
-        warn(rollouts, graded, evicts, naive, run.warned)
+        warn(
+            rollouts, graded, evicts if self.controller is None else None, naive, run.warned
+        )  # it lowers budgets itself
         metrics |= self.alarms.look_at_rewards(bool(advantages_R.any()), metrics["reward"])
         metrics |= self._control(rollouts, updated, metrics)
         run.remember(metrics)
