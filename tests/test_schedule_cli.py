@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import logging
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import yaml
@@ -17,7 +18,7 @@ from sparse_rl.cli.bench import default_label
 from sparse_rl.evaluate.plan import Evaluation, parse_cache
 from sparse_rl.evaluate.record import Record
 from sparse_rl.kv import RKV, Streaming
-from sparse_rl.kv.schedule import Schedule, load, save
+from sparse_rl.kv.schedule import Schedule, constant, load, save
 from sparse_rl.rollout import EngineConfig
 
 NAME = "sparrow/qwen3-1.7b-0.86"
@@ -114,3 +115,14 @@ def test_a_measurement_has_its_name():
     assert f"rkv, {NAME}+128, 4 rows" in label and label.endswith("standard")
     other = default_label(replace(config, seed=3), RKV(budget=64, lam=0.9), EngineConfig(page_size=16))
     assert other.endswith("standard, seed 3, lam 0.9, page_size 16")
+
+
+def test_a_schedule_of_another_model_or_of_shorter_contexts_is_said(tmp_path, caplog):
+    path = str(tmp_path / "schedule.json")
+    given = ("calibrate", "cost", "--shape", "qwen3-1.7b", "--budget", path, "--prompt", "200", "--output", "800")
+    save(constant(512), Path(path), model="Qwen/Qwen3-1.7B", longest=1000)
+    assert run(*given)[2] == "" and not caplog.records
+    save(constant(512), Path(path), model="embedded", kv={"policy": "rkv"}, longest=999)
+    run(*given)
+    assert f"{path} was calibrated on embedded with rkv; the shape here is qwen3-1.7b." in caplog.text
+    assert "calibrated up to a context of 999 tokens; beyond it its last budget is kept." in caplog.text

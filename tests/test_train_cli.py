@@ -193,12 +193,13 @@ def test_a_run_whose_record_is_lost_keeps_its_settings(finished, tmp_path):
 
 
 def test_a_schedule_of_another_model_is_told_of(tmp_path, caplog):
-    schedule = {"starts": [0], "budgets": [12], "kv": {"policy": "rkv"}, "model": "other/model"}
+    schedule = {"starts": [0], "budgets": [12], "kv": {"policy": "rkv"}, "model": "other/model", "longest": 11}
     (tmp_path / "schedule.json").write_text(json.dumps(schedule))
     given = ["--kv.policy", "rkv", "--kv.budget", str(tmp_path / "schedule.json"), "--kv.interval", "4"]
     code, _, err = train(*CHAIN, *given, "--trainer.steps", "0", "--trainer.output_dir", str(tmp_path / "run"))
     assert code == 0, err
     assert "kv.budget was calibrated on the model other/model, and this run is of embedded." in caplog.text
+    assert "schedule.json was calibrated up to a context of 11 tokens; beyond it" in caplog.text
 
 
 def test_a_models_folder_has_several_names(tmp_path, monkeypatch):

@@ -92,11 +92,11 @@ def test_a_schedule_found_with_other_settings_is_said(tmp_path, caplog):
     build_policy("rkv", budget="40@0", interval=16)
     build_policy("rkv", budget="+".join(f"{40 + i}@{1000 * i}" for i in range(40)))  # longer than a file's name may be
     assert not caplog.records
+    build_policy("rkv", budget=str(path), interval=16)
     build_policy("snapkv", budget=str(path), interval=16)
-    (record,) = caplog.records
-    assert "schedule.json was found with policy rkv (here snapkv), interval 8 (here 16), lam 0.1 (here None)" in (
-        record.getMessage()
-    )
+    settings, policy = (record.getMessage() for record in caplog.records)
+    assert "schedule.json was found with interval 8 (here 16); calibrate with the settings" in settings
+    assert "schedule.json was found with rkv, not snapkv." in policy
 
 
 def test_a_file_that_cannot_be_written_whole_leaves_the_one_before(tmp_path, monkeypatch):

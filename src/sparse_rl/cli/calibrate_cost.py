@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparse_rl.cli.bench import check_result, decided
-from sparse_rl.cli.parsing import make_parser, model_dtype, parse, quiet_bars
+from sparse_rl.cli.parsing import make_parser, model_dtype, parse, quiet_bars, show_warnings
 
 if TYPE_CHECKING:
     import torch
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
     from sparse_rl.calibrate.cost import Machine, Model, Reading
     from sparse_rl.kv import KVPolicy
+
+logger = logging.getLogger(__name__)
 
 DESCRIPTION = """Predict how much faster rollouts are with a schedule than with a dense cache; --measure checks it here.
 
@@ -48,6 +51,7 @@ def run(arguments: list[str]) -> None:
     from sparse_rl.specs import renamed
 
     _check(settings, parser)
+    show_warnings()
     check_result(settings)
     policy = parse_cache(settings.kv) if settings.kv else None
     with renamed("kv", "--"):
@@ -63,6 +67,7 @@ def run(arguments: list[str]) -> None:
             merge(Path(settings.result), _record(results, _changed(settings, parser)))
     else:
         results = _predict(settings, shape_model(settings.shape, 2), reading, _machine(settings))
+        _say_where_from(settings, policy)
     print(json.dumps(results, indent=1) if settings.json else "\n".join(lines(results)))
 
 
@@ -124,6 +129,21 @@ def _check(settings: Namespace, parser: ArgumentParser) -> None:
         raise ValueError(
             "--result keeps what --measure finds, and nothing is measured; give --measure, or leave it out."
         )
+
+
+def _say_where_from(settings: Namespace, policy: KVPolicy | None) -> None:
+    """What a schedule of another model, or of shorter contexts, does not say."""
+    from sparse_rl.kv.schedule import beyond, origin
+
+    budget = settings.budget if policy is None else getattr(policy, "budget", None)
+    found = origin(budget)
+    if found.model is not None and found.model.rpartition("/")[2].lower() != settings.shape.lower():
+        by = found.kv.get("policy", "a policy")
+        logger.warning(
+            "%s was calibrated on %s with %s; the shape here is %s.", budget, found.model, by, settings.shape
+        )
+    if said := beyond(budget, settings.prompt + settings.output):
+        logger.warning("%s.", said)
 
 
 def _budget(text: str) -> int | str:

@@ -125,7 +125,7 @@ def _train(settings: Namespace, task: Any, parts: dict[str, Any], processes: Pro
     import torch
 
     from sparse_rl.cli.plan import warn_of_memory
-    from sparse_rl.kv.schedule import made_on
+    from sparse_rl.kv.schedule import beyond, origin
     from sparse_rl.model.load import load
     from sparse_rl.report.live import Live
     from sparse_rl.train import Trainer
@@ -141,9 +141,11 @@ def _train(settings: Namespace, task: Any, parts: dict[str, Any], processes: Pro
         warn_of_memory(settings, parts, processes.size)
         if settings.device == "cpu" and torch.cuda.is_available():
             logger.warning("this run is on the CPU, and the machine has a GPU; --device cuda uses it.")
-        other = made_on(getattr(parts["kv"], "budget", None))
-        if other is not None and not _same_model(other, settings.model):
+        budget = getattr(parts["kv"], "budget", None)
+        if (other := origin(budget).model) is not None and not _same_model(other, settings.model):
             logger.warning("kv.budget was calibrated on the model %s, and this run is of %s.", other, settings.model)
+        if said := beyond(budget, parts["sampling"].max_tokens):
+            logger.warning("%s.", said)
     dtype = model_dtype(settings.dtype)
     loaded = processes.together(lambda: load(settings.model, dtype=dtype, device=processes.device(settings.device)))
     grading = parts.pop("grading")  # the task's, not the trainer's

@@ -18,7 +18,7 @@ from sparse_rl.kv.policy import EvictPolicy, KVPolicy
 from sparse_rl.kv.quest import Quest
 from sparse_rl.kv.random import Random
 from sparse_rl.kv.rkv import RKV
-from sparse_rl.kv.schedule import load, made_for
+from sparse_rl.kv.schedule import load, origin
 from sparse_rl.kv.select import SelectPolicy
 from sparse_rl.kv.snapkv import SnapKV
 from sparse_rl.kv.streaming import Streaming
@@ -62,8 +62,10 @@ def check_use(policy: KVPolicy) -> None:
     if isinstance(policy, EvictPolicy):
         check_some_unread(policy)
     own = {"policy": policy.name, **asdict(policy)}
-    other = {key: value for key, value in made_for(own.get("budget")).items() if own.get(key) != value}
-    if other:
+    other = {key: value for key, value in origin(own.get("budget")).kv.items() if own.get(key) != value}
+    if "policy" in other:
+        logger.warning("%s was found with %s, not %s.", own["budget"], other["policy"], policy.name)
+    elif other:
         said = ", ".join(f"{key} {value} (here {own.get(key)})" for key, value in other.items())
         logger.warning("%s was found with %s; calibrate with the settings it is used with.", own["budget"], said)
 

@@ -129,7 +129,7 @@ def load(budget: int | str) -> Schedule:
 
 
 def save(schedule: Schedule, path: Path, **provenance: Any) -> None:
-    """Write a file that `load` reads; what else it says is for people, but for `kv` (`made_for`) and `model`."""
+    """Write a file that `load` reads; what else it says is for people, but for what `origin` returns."""
     write_json(path, {**provenance, **asdict(schedule)})
 
 
@@ -138,24 +138,34 @@ def is_path(budget: object) -> bool:
     return isinstance(budget, str) and budget not in ("auto", *published()) and not STEPS.fullmatch(budget)
 
 
-def made_for(budget: object) -> dict[str, Any]:
-    """The policy that a calibration's schedule was found with, and its settings; nothing of other budgets."""
-    found = _provenance(budget).get("kv")
-    return found if isinstance(found, dict) else {}
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """What a calibration says of a schedule: the policy with its settings, the model, the longest context it saw."""
+
+    kv: dict[str, Any]
+    model: str | None = None
+    longest: int | None = None
 
 
-def made_on(budget: object) -> str | None:
-    """The model that a calibration's schedule was found with, if a file says so."""
-    model = _provenance(budget).get("model")
-    return model if isinstance(model, str) else None
-
-
-def _provenance(budget: object) -> dict[str, Any]:
-    """What a schedule's file says; nothing of other budgets."""
+def origin(budget: object) -> Origin:
+    """Where the schedule of a file comes from; of other budgets nothing is known."""
     if not is_path(budget) or not isfile(path := str(budget)):
-        return {}
-    found: dict[str, Any] = json.loads(Path(path).read_text(encoding="utf-8"))
-    return found
+        return Origin(kv={})
+    found = json.loads(Path(path).read_text(encoding="utf-8"))
+    kv, model, longest = (found.get(name) for name in ("kv", "model", "longest"))
+    return Origin(
+        kv=kv if isinstance(kv, dict) else {},
+        model=model if isinstance(model, str) else None,
+        longest=longest if isinstance(longest, int) else None,
+    )
+
+
+def beyond(budget: object, longest: int) -> str:
+    """That contexts of up to `longest` tokens are longer than those a schedule was calibrated on; empty if not."""
+    seen = origin(budget).longest
+    if seen is None or longest <= seen:
+        return ""
+    return f"{budget} was calibrated up to a context of {seen} tokens; beyond it its last budget is kept"
 
 
 @cache
