@@ -135,6 +135,8 @@ def test_what_is_no_checkpoint_is_refused(full, tmp_path):
     checkpoint, _ = full
     assert_one_sentence(run("export", str(tmp_path / "no"), str(tmp_path / "out")), "is no folder; give a checkpoint")
     assert_one_sentence(run("export", str(tmp_path), str(tmp_path / "out")), "is not a checkpoint of a run")
+    whole = run("export", str(checkpoint.parent), str(tmp_path / "out"))
+    assert_one_sentence(whole, f"is a run; give one of its checkpoints, {checkpoint} say")
     assert_one_sentence(run("export", str(checkpoint), str(tmp_path / "out"), "--dtype", "int4"), "dtype 'int4'")
     damaged = tmp_path / "damaged"
     shutil.copytree(checkpoint, damaged)

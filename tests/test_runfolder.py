@@ -7,6 +7,7 @@ import errno
 import fcntl
 import json
 import math
+import os
 import shlex
 import sys
 
@@ -65,9 +66,20 @@ def test_a_folder_of_something_else_is_refused_and_hidden_files_are_nothing(tmp_
 
 def test_a_file_that_cannot_be_written_leaves_no_part_of_it(tmp_path):
     (tmp_path / "page").mkdir()
-    with pytest.raises(OSError, match=r"page could not be written .*; make room"):
+    with pytest.raises(OSError, match=r"page is no file; make room"):
         write_whole(tmp_path / "page", "text")
     assert [path.name for path in tmp_path.iterdir()] == ["page"]
+
+
+def test_a_device_stays_one_and_a_link_leads_where_it_led(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OSError, match="pipe is no file; give another place"):
+        write_whole(tmp_path / "pipe", "text", "give another place")
+    assert (tmp_path / "pipe").is_fifo()
+    (tmp_path / "far").mkdir()
+    (tmp_path / "near").symlink_to(tmp_path / "far" / "page")
+    write_whole(tmp_path / "near", "text")
+    assert (tmp_path / "near").is_symlink() and (tmp_path / "far" / "page").read_text() == "text"
 
 
 def test_a_file_that_is_written_again_is_the_older_one_until_it_is_on_disk(tmp_path, monkeypatch):

@@ -136,14 +136,17 @@ def as_settings(settings: dict[str, Any]) -> dict[str, Any]:
 
 def write_whole(path: Path, content: str | bytes | memoryview, remedy: str = MAKE_ROOM) -> None:
     """All of it or nothing: a reader never meets half a file, and it is on disk when this returns."""
-    part = path.with_name(f".{path.name}.part")
+    place = path.resolve()  # of a link, what it leads to
+    if place.exists() and not place.is_file():  # a device, which would be a file then
+        raise OSError(f"{path} is no file; {remedy}.")
+    part = place.with_name(f".{place.name}.part")
     try:
         with open(part, "wb") as file:
             file.write(content.encode(errors="replace") if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(part, path)
-        _to_disk(path.parent)
+        os.replace(part, place)
+        _to_disk(place.parent)
     except OSError as error:
         with suppress(OSError):
             part.unlink()

@@ -164,6 +164,25 @@ def test_a_checkpoint_that_does_not_say_all_is_refused(whole, tmp_path, key):
         checkpoint.read_state(folder)
 
 
+@pytest.mark.parametrize(
+    "damage", [{"logs": None}, {"step": "two"}, {"files": {}}, {"settings": []}, {"digest": None}], ids=str
+)
+def test_a_record_that_is_not_what_was_written_is_refused_and_no_log_is_cut(whole, tmp_path, damage):
+    run = tmp_path / "run"
+    shutil.copytree(whole, run)
+    last = checkpoint.checkpoints(run)[-1]
+    state = json.loads((last / checkpoint.STATE).read_text())
+    (last / checkpoint.STATE).write_text(json.dumps(state))  # the same, written otherwise
+    assert checkpoint.read_state(last) == state
+    (last / checkpoint.STATE).write_text(json.dumps(state | damage))
+    logs = (run / "metrics.jsonl").read_bytes()
+    with pytest.raises(
+        ValueError, match=rf"{last.name} is damaged: {checkpoint.STATE} is not what was written; resume"
+    ):
+        small_trainer(run, resume_from_checkpoint=True).train()
+    assert (run / "metrics.jsonl").read_bytes() == logs
+
+
 def test_going_back_says_what_it_removes_and_checks_first(whole, tmp_path, caplog):
     run = tmp_path / "run"
     shutil.copytree(whole, run)

@@ -7,7 +7,7 @@
     state/                                          fp32 weights and the optimiser's state by parameter, as shards that
                                                     any number of processes can read (torch.distributed.checkpoint)
     trainer_state.json                              step, settings, best evaluation, sizes of the run's logs, and
-                                                    the hash of every file of the checkpoint
+                                                    the hash of every file of the checkpoint, and of itself
 
 A checkpoint is there whole or not at all (`runfolder.publish`). There is no random state to keep: every random number
 is a function of the seed and the step.
@@ -15,6 +15,7 @@ is a function of the seed and the step.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from pathlib import Path
@@ -36,7 +37,7 @@ if TYPE_CHECKING:  # which imports the guards, which import this module
 
 STATE, SHARDS, DISTILL = "trainer_state.json", "state", "distill"
 PLACE = ("step", "num_tokens", "num_updates", "best", "logs", "warned", "pending")  # where the run stood
-KEYS = (*PLACE, "halved", "streak", "base", "trainer", "settings", "files")
+KEYS = (*PLACE, "halved", "streak", "base", "trainer", "settings", "files", "digest")
 FULL_DISK = (OSError, RuntimeError, SafetensorError)  # each library has its own word for it
 
 
@@ -56,7 +57,7 @@ def save(
         save_model(loaded.model, temporary)
         loaded.tokenizer.save_pretrained(temporary)
         record = state | {"num_updates": learner.num_updates, "files": digests(temporary)}
-        (temporary / STATE).write_text(to_json(record))
+        (temporary / STATE).write_text(to_json(record | {"digest": _digest(record)}))
         publish(temporary, folder)
 
     try:
@@ -86,10 +87,10 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 def read_record(folder: Path) -> dict[str, Any]:
     """A checkpoint's record, whatever became of its other files."""
+    if not (folder / STATE).is_file() and (inside := checkpoints(folder)):
+        raise ValueError(f"{folder} is a run; give one of its checkpoints, {inside[-1]} say.")
     try:
         state: dict[str, Any] = dict(json.loads((folder / STATE).read_text()))
-        if "files" in state:
-            state["files"] = dict(state["files"])
     except (OSError, ValueError, TypeError) as error:
         raise ValueError(
             f"{folder} is not a checkpoint of a run: its {STATE} is missing or damaged; choose another."
@@ -100,7 +101,17 @@ def read_record(folder: Path) -> dict[str, Any]:
                 f"{folder / STATE} has no {key!r}: it is damaged, or another version's; choose another checkpoint, or "
                 f"start a run from its weights (--model {folder})."
             )
+    if state["digest"] != _digest(state):
+        raise ValueError(
+            f"checkpoint {folder} is damaged: {STATE} is not what was written; resume from an earlier one."
+        )
     return state
+
+
+def _digest(record: dict[str, Any]) -> str:
+    """The hash of all else that it says."""
+    said = to_json({key: value for key, value in record.items() if key != "digest"})
+    return hashlib.sha256(said.encode()).hexdigest()
 
 
 def restore(folder: Path, learner: Learner, num_updates: int, distiller: Distiller | None = None) -> None:
