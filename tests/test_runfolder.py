@@ -66,14 +66,14 @@ def test_a_folder_of_something_else_is_refused_and_hidden_files_are_nothing(tmp_
 
 def test_a_file_that_cannot_be_written_leaves_no_part_of_it(tmp_path):
     (tmp_path / "page").mkdir()
-    with pytest.raises(OSError, match=r"page is no file; make room"):
+    with pytest.raises(OSError, match=r"page could not be written \(it is no file\); make room"):
         write_whole(tmp_path / "page", "text")
     assert [path.name for path in tmp_path.iterdir()] == ["page"]
 
 
 def test_a_device_stays_one_and_a_link_leads_where_it_led(tmp_path):
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(OSError, match="pipe is no file; give another place"):
+    with pytest.raises(OSError, match=r"pipe could not be written \(it is no file\); give another place"):
         write_whole(tmp_path / "pipe", "text", "give another place")
     assert (tmp_path / "pipe").is_fifo()
     (tmp_path / "far").mkdir()

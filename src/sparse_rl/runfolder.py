@@ -138,7 +138,7 @@ def write_whole(path: Path, content: str | bytes | memoryview, remedy: str = MAK
     """All of it or nothing: a reader never meets half a file, and it is on disk when this returns."""
     place = path.resolve()  # of a link, what it leads to
     if place.exists() and not place.is_file():  # a device, which would be a file then
-        raise OSError(f"{path} is no file; {remedy}.")
+        raise OSError(f"{path} could not be written (it is no file); {remedy}.")
     part = place.with_name(f".{place.name}.part")
     try:
         with open(part, "wb") as file:

@@ -90,7 +90,7 @@ def test_a_schedule_that_another_policy_was_calibrated_with_is_said(tmp_path, ca
     assert not caplog.records
     made(kv=("full", f"snapkv:{path}"))
     assert [record.getMessage().partition(" was ")[2] for record in caplog.records] == [
-        "found with policy rkv (here snapkv); calibrate with the settings it is used with."
+        "found with rkv, not snapkv."
     ]
 
 
