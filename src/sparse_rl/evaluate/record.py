@@ -116,12 +116,20 @@ class Record:
         except (ValueError, TypeError) as error:
             raise ValueError(f"{self.path} is damaged; give another --output.") from error
         now = self.contents
-        changed = differences(before["settings"], now["settings"], NO_DIFFERENCE)
-        refuse_changes(str(self.path.parent), "evaluated", changed)
+        refuse_changes(str(self.path.parent), "evaluated", _changes(before["settings"], now["settings"]))
         other = {key: now[key] for key in ("commit", "hardware", "versions") if now[key] != before.get(key)}
         if other:
             before["resumes"].append({"command": now["command"], "resumed": now["started"], **other})
         self.contents = before
+
+
+def _changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """What was asked for in another way, or if nothing was, what its files and templates have become since."""
+    then, own = before["benchmarks"], now["benchmarks"]
+    asked = differences(before | {"benchmarks": 0}, now | {"benchmarks": 0}, NO_DIFFERENCE)
+    if then.keys() != own.keys():
+        asked.append(f"benchmarks {' '.join(then)} is now {' '.join(own)}")
+    return asked or differences(then, own, prefix="benchmarks.")
 
 
 def recorded_engine(folder: Path) -> dict[str, Any]:
