@@ -112,6 +112,8 @@ def test_a_decimal_is_met_to_its_decimals_and_to_a_part_in_ten_thousand():
     assert equal("2.88 \\times 10^{16}", "2.88e16")
     assert equal("28800000000000001", "2.88e16")
     assert not equal("2.881e16", "2.88e16")
+    for right in ("3\\times10^5", "3e5"):  # a power of ten makes it a decimal, also without a point
+        assert equal("300010", right) and not equal("300040", right)
     assert equal("\\pi", "3.1416")
     assert not equal("3.1416", "\\pi")
 
@@ -195,6 +197,17 @@ def test_the_variable_of_a_chain_counts():
 def test_units_of_other_kinds_contradict(given):
     assert not equal(f"5\\text{{ {given}}}", "5\\text{ m}")
     assert equal("5\\text{ units}", "5\\text{ m}") and equal("5", f"5\\text{{ {given}}}")
+
+
+@pytest.mark.parametrize(
+    ("right", "multiple", "turned"),
+    [("x-y<0", "2x-2y<0", "y-x<0"), ("x-2y<3", "2x-4y<6", "2y-x<-3")],
+)
+def test_an_inequality_may_be_multiplied_by_positive_numbers_alone(right, multiple, turned):
+    for given, wanted in ((right, multiple), (multiple, right)):
+        assert equal(given, wanted)
+    for given, wanted in ((right, turned), (turned, right), (multiple, turned)):
+        assert not equal(given, wanted), (given, wanted)
 
 
 def test_several_right_answers_are_alternatives():

@@ -8,7 +8,8 @@ import random
 import pytest
 
 from sparse_rl.grading import Failed
-from sparse_rl.grading.reward import MathReward
+from sparse_rl.grading.completion import text_of
+from sparse_rl.grading.reward import MathReward, right_answer
 from sparse_rl.tasks.base import Rewards
 from sparse_rl.tasks.rewards import GradingConfig, build_reward
 
@@ -33,6 +34,17 @@ def test_columns(reward):
     assert reward(completions=[[{"role": "assistant", "content": r"\boxed{5}"}]], answer=["5"], level=[1]) == [1]
     with pytest.raises(ValueError, match='"answer"'):
         reward(completions=["5"], level=[1])
+
+
+def test_of_several_marked_answers_the_last_is_right():
+    assert right_answer("#### 3\nNo, one more.\n#### 4") == "4"
+    assert right_answer(["#### 3\n#### 4", 5]) == ["4", "5"]
+
+
+def test_a_chat_says_what_its_last_message_says():
+    first, last = ({"role": "assistant", "content": text} for text in ("It is 3.", "No, 4."))
+    assert text_of([first, last]) == "No, 4."
+    assert text_of([last, {"role": "assistant", "content": [{"text": "It "}, {"text": "is 3."}]}]) == "It is 3."
 
 
 def test_order_is_kept(reward):

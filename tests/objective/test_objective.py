@@ -32,6 +32,12 @@ def test_advantages(estimator, expected):
     torch.testing.assert_close(got, torch.tensor(expected), atol=1e-5, rtol=0)
 
 
+def test_the_constant_is_added_to_the_deviation_and_not_to_the_variance():
+    """Rewards 0, 0.001 and 0.002 have a deviation of 0.001: 0.001 / (0.001 + 1e-6) = 0.999, not 0.707."""
+    got = advantages(torch.tensor([0.0, 0.001, 0.002]), torch.zeros(3, dtype=torch.long), "grpo")
+    assert got.tolist() == pytest.approx([-1 / 1.001, 0.0, 1 / 1.001], abs=1e-5)
+
+
 def test_a_group_of_one_has_no_advantage():
     for estimator in ("grpo", "dr_grpo", "rloo"):
         assert advantages(torch.tensor([1.0]), torch.tensor([0]), estimator).tolist() == [0.0]
@@ -102,6 +108,15 @@ def test_bounds_truncate_and_mask_at_every_level():
     assert weights(level="token", lower=0.4, upper=3.0, action="mask") == pytest.approx([0.5, 2.0, 0.0, 0.0])
 
 
+def test_a_bound_of_sequences_forgets_no_veto():
+    """One rollout has an anomalous token and a product within the bound, one neither, one a product above it."""
+    log_xi, rows = torch.tensor([5e-3, 4.0, 1.0, 2.0, 4.0, 4.0]).log(), torch.tensor([0, 0, 1, 1, 2, 2])
+    correction = Correction(level="sequence", upper=10, action="mask", veto=1e-2)
+    corrected = correct(log_xi, torch.ones(6, dtype=torch.bool), rows, 3, correction)
+    assert corrected.accepted.tolist() == [False, True, False]
+    assert corrected.weight.tolist() == pytest.approx([0, 0, 2, 2, 0, 0])
+
+
 def test_a_rollouts_ratio_is_its_tokens_product_or_geometric_mean():
     xi, rows = torch.tensor([0.5, 2.0, 8.0, 7.0]), torch.tensor([0, 1, 1, 1])
     mask = torch.tensor([True, True, True, False])
@@ -131,6 +146,15 @@ def test_token_scale(aggregation, expected):
     assert scale.tolist() == pytest.approx(expected)
 
 
+@pytest.mark.parametrize(
+    ("aggregation", "expected"), [("token_mean", 1 / 2), ("sequence_mean", 1 / 4), ("fixed_length", 1 / 20)]
+)
+def test_a_rollout_with_nothing_counted_is_still_one_of_them(aggregation, expected):
+    counted, rows = torch.tensor([True, True, False]), torch.tensor([0, 0, 1])
+    scale = token_scale(counted, rows, 2, aggregation, max_length=10)
+    assert scale[counted].tolist() == pytest.approx([expected] * 2)
+
+
 def test_policy_loss_by_hand():
     # rho = 1.5 with A = 1 is clipped at 1.2; rho = 0.5 with A = -1 is clipped at 0.8; rho = 1 is free.
     learner = torch.tensor([1.5, 0.5, 1.0]).log().requires_grad_()
@@ -144,6 +168,16 @@ def test_policy_loss_by_hand():
     assert output.clipped.tolist() == [True, True, False]
     output.loss.backward()
     assert learner.grad.tolist() == pytest.approx([0.0, 0.0, -0.25])
+
+
+def test_a_sequences_ratio_is_the_mean_of_its_unmasked_tokens():
+    # (1.21 * 1)^(1/2) = 1.1 where the third token is not the sampler's; -(1.1 + 1.1) / 2
+    learner = torch.tensor([1.21, 1.0, 9.0]).log()
+    output = policy_loss(
+        learner, torch.zeros(3), torch.ones(3), torch.tensor([1.0, 1.0, 0.0]), torch.tensor([True, True, False]),
+        torch.full((3,), 0.5), torch.zeros(3, dtype=torch.long), 1, LossConfig(surrogate="gspo"),
+    )  # fmt: skip
+    assert output.loss.item() == pytest.approx(-1.1)
 
 
 def test_tokens_that_are_dropped_are_not_counted_as_clipped():

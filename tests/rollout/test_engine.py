@@ -44,6 +44,13 @@ def test_seeds(tiny, prompts):
     assert twins[0].token_ids.tolist() != twins[1].token_ids.tolist(), "so do equal prompts"
 
 
+def test_a_part_of_a_list_is_sampled_as_in_the_whole_list(tiny, prompts):
+    loaded, sampling = tiny(dtype=torch.float64), Sampling(max_tokens=12, n=2, stop_ids=())
+    whole = engine(loaded).generate(prompts(5, 5, 5), sampling)
+    part = engine(loaded).generate(prompts(5, 5, 5)[1:], sampling, first=1)
+    assert [r.token_ids.tolist() for r in part] == [r.token_ids.tolist() for r in whole[2:]]
+
+
 def test_torchs_own_random_state_is_untouched(tiny, prompts):
     torch.manual_seed(1)
     expected = torch.rand(3)

@@ -144,7 +144,7 @@ def test_preemption_of_window_layers_in_fp64(tiny, prompts):
     assert tokens(got) == tokens(Engine(loaded, Full(), EngineConfig(rows=6)).generate(prompts(*LENGTHS), sampling))
 
 
-@pytest.mark.parametrize("temperature", [0.6, 1.7])
+@pytest.mark.parametrize("temperature", [0.0, 0.6, 1.7])
 def test_scores_use_the_samplers_temperature(temperature, tiny, prompts):
     loaded = tiny()
     rollouts = Engine(loaded, Full()).generate(

@@ -35,6 +35,22 @@ def test_a_budget_above_the_context_is_a_dense_cache(name, tiny, prompts):
         assert a.kv.read == sum(a.kv.held) and a.kv.saved_frac == 0.0
 
 
+@pytest.mark.parametrize("name", SELECT)
+def test_another_budget_holds_from_the_next_call_on(name, tiny, prompts):
+    loaded, sampling = tiny(layers=4, dtype=torch.float64), Sampling(max_tokens=12, stop_ids=())
+    config, (before, after) = EngineConfig(rows=3, page_size=16), (build_policy(name, budget=n) for n in (80, 48))
+    engine = Engine(loaded, before, config)
+    first = engine.generate(prompts(*LENGTHS), sampling)
+    engine.use(after)
+    second = engine.generate(prompts(*LENGTHS), sampling)
+    expected = Engine(loaded, after, config).generate(prompts(*LENGTHS), sampling)
+    assert tokens(second) == tokens(expected) and [r.kv.read for r in second] == [r.kv.read for r in expected]
+    for got, fresh in zip(second, expected, strict=True):
+        torch.testing.assert_close(got.sampler_logprobs, fresh.sampler_logprobs, atol=1e-6, rtol=0)
+    assert (second[1].sampler_logprobs - first[1].sampler_logprobs).abs().max() > 1e-3, "the budget matters"
+    assert second[1].kv.read < first[1].kv.read
+
+
 def slow_rollout(model, rollout, policy, page, windows, held_at=range):
     """Log-probs of a rollout's tokens and the entries read: every query of a decode step sees the pages it chooses.
 

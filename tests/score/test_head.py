@@ -83,6 +83,18 @@ def test_heads_that_scale_or_cap(model_type, settings, expected, monkeypatch):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
 
 
+def test_a_heads_bias_gets_the_gradient_of_all_tokens(monkeypatch):
+    monkeypatch.setitem(head_module.CHUNK_LOGITS, "cpu", 3 * 259)
+    model = tiny_model(dtype=torch.float64)
+    model.lm_head.bias = torch.nn.Parameter(torch.randn(259, dtype=torch.float64))
+    inputs, predicting, tokens = packed(model)
+    wanted = torch.log_softmax(model(**inputs).logits[0, predicting], dim=-1).gather(-1, tokens[:, None])[:, 0]
+    got = Head(model)(inputs, predicting, tokens).logprobs
+    torch.testing.assert_close(got, wanted)
+    gradients = [torch.autograd.grad(logprobs.sum(), model.lm_head.bias)[0] for logprobs in (got, wanted)]
+    torch.testing.assert_close(*gradients, atol=1e-5, rtol=1e-5)
+
+
 def test_an_unknown_head_is_called_through_the_module():
     model = tiny_model(dtype=torch.float64)
     original = model.forward

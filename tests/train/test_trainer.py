@@ -200,6 +200,13 @@ def test_evaluations_share_their_engines(tmp_path):
     assert all(engine.cache.k.numel() == 0 for engine in engines.values()), "which hold no pool in between"
 
 
+def test_evaluations_end_where_the_runs_samples_do(tmp_path):
+    ends = Sampling(n=4, max_tokens=16, stop_ids=tuple(range(small_model().vocab_size)))  # at the first token
+    found = small_trainer(tmp_path / "run", parts={"sampling": ends})._evaluate()
+    assert found["eval/dense/mean_length"] == found["eval/sparse/mean_length"] == 1.0
+    assert found["eval/dense/clipped_ratio"] == 0.0
+
+
 def test_a_fall_is_of_the_same_evaluation_and_beyond_its_error(tmp_path, monkeypatch):
     """One prompt has no error; two evaluations that differ are not compared."""
     trainer = small_trainer(tmp_path / "run", steps=1)

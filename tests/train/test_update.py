@@ -332,20 +332,23 @@ def test_nothing_is_skipped_with_a_kl_term(rollouts):
 def test_truncated_completions_can_be_left_out(rollouts):
     truncated = [r.finish_reason == "length" for r in rollouts]
     assert any(truncated) and not all(truncated)
-    masked, _ = gradient(
+    masked, metrics = gradient(
         rollouts, PRESETS["none"], LossConfig(mask_truncated_completions=True, aggregation="token_mean")
     )
     kept = [r for r, cut in zip(rollouts, truncated, strict=True) if not cut]
-    only, _ = gradient(kept, PRESETS["none"], advantages=ADVANTAGES[~torch.tensor(truncated)])
+    left = ADVANTAGES[~torch.tensor(truncated)]
+    only, _ = gradient(kept, PRESETS["none"], advantages=left)
     close(masked, only)
+    assert metrics["train/working_frac"] == int((left != 0).sum()) / len(rollouts), "their forward is left out too"
 
 
-def test_an_all_rejected_batch_moves_nothing_and_says_so(rollouts, caplog):
+@pytest.mark.parametrize("updates", [1, 2])
+def test_an_all_rejected_batch_moves_nothing_and_says_so(rollouts, caplog, updates):
     rollouts = [replace(rollout, sampler_logprobs=rollout.sampler_logprobs + 20.0) for rollout in rollouts]
     with caplog.at_level(logging.WARNING):
-        moved, metrics = gradient(rollouts, Correction(veto=1e-4))
+        moved, metrics = gradient(rollouts, Correction(veto=1e-4), updates_per_rollout=updates)
     assert all(not g.any() for g in moved)
-    assert metrics["correction/skipped_updates"] == 1.0 and metrics["correction/rejection_rate"] == 1.0
+    assert metrics["correction/skipped_updates"] == updates and metrics["correction/rejection_rate"] == 1.0
     assert "rejected" in caplog.text
 
 
