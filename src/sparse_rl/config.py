@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import reprlib
 from collections.abc import Mapping
 from dataclasses import MISSING, fields, replace
 from difflib import get_close_matches
@@ -186,10 +187,16 @@ def suggest(message: str, parser: ArgumentParser, more_names: tuple[str, ...] = 
             return "'...' stands for settings of your own; leave it out."
         known = [option.lstrip("-") for action in parser._actions for option in action.option_strings] + [*more_names]
         close = get_close_matches(word, known, n=1, cutoff=0.6)
+        close = close or [name for name in known if name.rpartition(".")[2].startswith(f"{word}_")]
         return f"unknown option {word!r}" + (f"; did you mean --{close[0]}?" if close else "; see --help.")
-    wrong = re.search(r'Parser key "([\w.]+)".*(?:Got value|Given value): (\S+)', message)
-    kinds = [kind for kind in re.findall(r"<class '(\w+)'>", message) if kind not in ("NoneType", "str")]
+    if alone := re.fullmatch(r"argument (\S+): expected one argument", message):
+        return f"{alone[1]} has no value; --help says which it takes."
+    wrong = re.search(r'Parser key "([\w.]+)".*(?:Got value|Given value): (.+)$', message)
+    asked = message.partition("Given value type")[0]
+    kinds = [kind for kind in re.findall(r"<class '(\w+)'>", asked) if kind not in ("NoneType", "str")]
     if wrong and kinds:
         hint = "; infinity is written .inf" if wrong[2].strip("-'\"").lower() in ("inf", "infinity") else ""
-        return f"{wrong[1]} is {wrong[2]!r}, which is not of type {' or '.join(dict.fromkeys(kinds))}{hint}."
+        return (
+            f"{wrong[1]} is {reprlib.repr(wrong[2])}, which is not of type {' or '.join(dict.fromkeys(kinds))}{hint}."
+        )
     return message

@@ -179,7 +179,7 @@ def test_names_that_lead_nowhere(name, message, monkeypatch):
 
 
 def test_broken_folders_are_named(tmp_path):
-    with pytest.raises(ValueError, match=r"no config\.json\.$"):
+    with pytest.raises(ValueError, match=r"no config\.json\. Give one that has\.$"):
         load(str(tmp_path))
     for step, age in ((9, 200), (10, 100)):
         (tmp_path / f"checkpoint-{step}").mkdir()

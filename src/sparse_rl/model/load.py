@@ -215,11 +215,11 @@ def _saying_why_not(name: str) -> Iterator[None]:
     """Reading a folder or from the hub, with an error of one sentence."""
     check_name(name)
     folder = Path(name)
-    if folder.exists() and not (folder / "config.json").is_file():
+    if name and folder.exists() and not (folder / "config.json").is_file():
         inside = sorted(folder.glob("checkpoint-*/config.json"), key=lambda path: path.stat().st_mtime)
-        instead = f" Its last checkpoint has one: {inside[-1].parent}" if inside else ""
+        instead = f" Its last checkpoint has one: {inside[-1].parent}" if inside else " Give one that has."
         raise ValueError(f"model {name!r} is not a Hugging Face model folder: it has no config.json.{instead}")
-    if not folder.exists() and not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", name):
+    if not name or not (folder.exists() or re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", name)):
         raise ValueError(
             f"model {name!r} is neither a folder nor a hub name like 'Qwen/Qwen2.5-1.5B'; "
             f"built in are embedded, smollm2, tiny, and tiny:FAMILY with FAMILY one of {', '.join(FAMILIES)}."
