@@ -12,6 +12,9 @@ from sparse_rl.cli.parsing import add_fields, make_parser, model_dtype, parse, q
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser
 
+    from sparse_rl.bench.learner import LearnerBenchConfig
+    from sparse_rl.train import OptimizerConfig, UpdateConfig
+
 DESCRIPTION = """Measure updates: real tokens a second, the share of the device's matrix units (MFU), peak memory.
 
 Models have random weights, so nothing is downloaded. Compiling happens before the clock starts.
@@ -62,12 +65,12 @@ def _parser() -> ArgumentParser:
     return parser
 
 
-def default_label(config: Any, update: Any, optimizer: Any) -> str:
+def default_label(config: LearnerBenchConfig, update: UpdateConfig, optimizer: OptimizerConfig) -> str:
     """What tells this measurement from the others of a file: the work, and every setting that is not the default."""
     lengths = f"{config.prompt}+{config.output}"
     if config.spread == "lognormal":
         lengths += f" lognormal {config.median} {config.sigma:g}"
-    parts = [config.shape, config.device, config.dtype, f"{config.sequences} x {lengths}"]
+    parts = [config.shape, str(config.device), str(config.dtype), f"{config.sequences} x {lengths}"]
     parts += [f"{update.max_tokens} tokens a forward", update.activations]
     parts += [optimizer.kind] if optimizer.kind != "adamw" else []
     parts += ["offload"] if optimizer.offload else []

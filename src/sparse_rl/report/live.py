@@ -46,7 +46,8 @@ class Terminal(Observer):
 class Live(Terminal):
     """One line a step, and a moving one for what is being sampled."""
 
-    def on_begin(self, trainer: Trainer) -> None:
+    def on_begin(self, trainer: Trainer | SFTTrainer) -> None:
+        assert isinstance(trainer, Trainer)
         settings = trainer.settings()
         parameters = sum(parameter.numel() for parameter in trainer.loaded.model.parameters())
         kv = settings["kv"]
@@ -84,7 +85,8 @@ class Live(Terminal):
 class SupervisedLive(Terminal):
     """One line an evaluation, and a moving one for the last step."""
 
-    def on_begin(self, trainer: SFTTrainer) -> None:
+    def on_begin(self, trainer: Trainer | SFTTrainer) -> None:
+        assert isinstance(trainer, SFTTrainer)
         config, data = trainer.config, trainer.data
         self.steps = config.steps
         parameters = sum(parameter.numel() for parameter in trainer.loaded.model.parameters())

@@ -113,6 +113,7 @@ class Decoder:
             rows_B=rows_B,
             max_length=self.max_entries,
         )
+        # In every layer transformers calls model/attention.py, which calls `context.attend`.
         logits_BV = self.model(
             input_ids=state[TOKEN][:, None],
             attention_mask=no_mask(rows.device),

@@ -13,6 +13,7 @@ import json
 import logging
 import math
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from typing import Any
@@ -28,7 +29,7 @@ from sparse_rl.objective.correction import PRESETS, Correction, preset_name
 from sparse_rl.objective.loss import LossConfig
 from sparse_rl.objective.mismatch import overlap_ids
 from sparse_rl.objective.tail import BinTail
-from sparse_rl.rollout import Engine, EngineConfig, Sampling
+from sparse_rl.rollout import Engine, EngineConfig, Progress, Sampling
 from sparse_rl.rollout.memory import GuardedEngine
 from sparse_rl.score.base_head import BaseHead
 from sparse_rl.score.head import Head
@@ -130,6 +131,7 @@ class Trainer:
             processes=self.processes,
         )
         self.guards = Guards(first=self.processes.first)
+        # An Engine, called again with fewer rows where memory runs out: its `generate` is in rollout/memory.py.
         self.engine = GuardedEngine(loaded, self.kv, self.engine_config, self.guards, "rollout")
         self.guards.give_pool = self.engine.release
         self.alarms = Alarms()
@@ -382,8 +384,8 @@ class Trainer:
         for observer in self.observers:
             observer.on_stage(stage)
 
-    def _progress(self, stage: str) -> Any:
-        def show(progress: Any) -> None:
+    def _progress(self, stage: str) -> Callable[[Progress], None]:
+        def show(progress: Progress) -> None:
             self.guards.check()
             for observer in self.observers:
                 observer.on_progress(stage, progress)
