@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`sparse-rl bench rollout`: how fast rollouts are on this machine; `bench learner` has a file of its own."""
+"""`sparse-rl bench rollout`: how fast rollouts are on this machine; `bench learner` has a file of its own.
+
+Nothing is timed here, but in bench/rollout.py: these are the flags, the lines that are printed, and the file they are
+kept in.
+"""
 
 from __future__ import annotations
 

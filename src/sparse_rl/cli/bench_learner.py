@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`sparse-rl bench learner`: how fast updates are on this machine."""
+"""`sparse-rl bench learner`: how fast updates are on this machine.
+
+Updates are timed in bench/learner.py; what is kept of them, and how, is in `bench.py`.
+"""
 
 from __future__ import annotations
 

@@ -4,6 +4,8 @@
 They are put into the Hugging Face module in place, so sampler and learner share them as they share everything else. B
 starts at 0: before the first update the adapted module is the base. A checkpoint holds the adapters alone, in peft's
 layout; `merge` adds such a folder to the weights of its base.
+
+An adapter that the sampler alone has is in `sampler_adapter.py`.
 """
 
 from __future__ import annotations

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run in the terminal: lines that stay, and a moving one for what is being done."""
+"""A run in the terminal: lines that stay, and a moving one for what is being done.
+
+It shows a few metrics: all of them are in metrics.jsonl, of which `page.py` makes a page.
+"""
 
 from __future__ import annotations
 

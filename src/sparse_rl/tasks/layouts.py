@@ -7,6 +7,8 @@
     problem   {"problem" or "question": string, "answer": ...}: text that a template makes a prompt of
 
 The answer becomes the column `answer`; all other columns go to the reward functions under their own names.
+
+Rows are read in `files.py`; a prompt becomes tokens in `prompts.py`.
 """
 
 from __future__ import annotations

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""transformers' callbacks as an observer: trackio, tensorboard, wandb and the rest come with them."""
+"""transformers' callbacks as an observer: trackio, tensorboard, wandb and the rest come with them.
+
+They watch only: what they ask for in their TrainerControl is not read.
+"""
 
 from __future__ import annotations
 

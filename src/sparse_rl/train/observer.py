@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who may watch a run: an observer is told what happens and changes nothing."""
+"""Who may watch a run: an observer is told what happens and changes nothing.
+
+The one in the terminal is in report/live.py, transformers' own are brought by `callbacks.py`.
+"""
 
 from __future__ import annotations
 

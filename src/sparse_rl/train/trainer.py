@@ -4,6 +4,8 @@
 A run folder holds run.json (settings and machine), metrics.jsonl, completions.jsonl, rejected.jsonl and checkpoint-N,
 and bad_batches if an update was not finite.
 Every random number is a function of the seed and the step, so a resumed run is the run that was never stopped.
+
+An update is in `update.py`; where the run stands, and when it is saved, in `run.py`.
 """
 
 from __future__ import annotations

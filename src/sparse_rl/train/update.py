@@ -7,6 +7,8 @@
 
 Rollouts whose loss is zero whatever the model says (no advantage, nothing to regularise) skip the backward, and all but
 a random sample of them the forward as well; the sample stands for them in the diagnostics.
+
+The formulas are in objective/loss.py and objective/correction.py, the optimiser in `learner.py`.
 """
 
 from __future__ import annotations
