@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/pip install --constraint constraints.txt
 
-.PHONY: demo test test-slow test-gpu test-compat test-wheel coverage bench-cpu bench-gpu lint check docs clean
+.PHONY: demo test env test-slow test-gpu test-compat test-wheel coverage bench-cpu bench-gpu lint check docs clean
 
 ## demo: train two arms on the embedded model, compare them with the recorded ones, write a report (5 to 10 minutes)
 demo: .venv/ready
@@ -12,6 +12,9 @@ demo: .venv/ready
 ## test: everything but the slow tests
 test: .venv/ready
 	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+## env: the environment in .venv alone, which the others make too
+env: .venv/ready
 
 ## test-slow: the slow tests alone
 test-slow: .venv/ready

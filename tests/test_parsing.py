@@ -103,6 +103,18 @@ def test_a_section_of_a_file_is_a_table_whatever_flags_say(tmp_path):
     assert_one_sentence(run("generate", *arguments), "sampling is 3 in a file; it must be a table of keys and values")
 
 
+def test_a_value_of_another_kind_is_shown_whole(tmp_path):
+    for text, shown in (("[1, 2]", "'[1, 2]'"), ("{a: 1}", "\"{'a': 1}\"")):
+        (tmp_path / "a.yaml").write_text(f"kv: {{policy: rkv, budget: {text}}}\n")
+        found = run("train", "--config", str(tmp_path / "a.yaml"), "--dry-run")
+        assert_one_sentence(found, f"kv.budget is {shown}, which is not of type int.")
+
+
+def test_a_flag_by_the_beginning_of_its_name_and_one_without_a_value():
+    assert_one_sentence(run("train", "--resume"), "'resume'; did you mean --trainer.resume_from_checkpoint?")
+    assert_one_sentence(run("train", "--trainer.steps"), "--trainer.steps has no value; --help says which it takes.")
+
+
 def test_a_base_that_does_not_belong_is_named_with_the_file_that_was_given(tmp_path):
     (tmp_path / "mine.yaml").write_text("base: qwen2.5-1.5b.yaml\n")
     found = run("sft", "--config", str(tmp_path / "mine.yaml"))

@@ -3,6 +3,8 @@
 
 A file is written beside its place and renamed. So is a folder: it is filled under the name of `unfinished`, brought to
 disk and renamed by `publish`, so one without that suffix is whole; `digests` say later whether it still is.
+
+What else a run's folder has is in train/folder.py and train/checkpoint.py; its logs are written in metrics.py.
 """
 
 from __future__ import annotations

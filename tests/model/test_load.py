@@ -167,6 +167,7 @@ def test_tiny_models_are_reproducible_and_leave_the_seed_alone():
         ("tiny:gpt9", "no tiny model of family 'gpt9'"),
         ("smolm2", r"'smolm2' is unknown \(did you mean 'smollm2'\?\)"),
         ("embeded", r"did you mean 'embedded'\?"),
+        ("", "neither a folder nor a hub name"),
         ("./nowhere", "neither a folder nor a hub name"),
         ("no/such/model", "neither a folder nor a hub name"),
         ("no-such-owner/no-such-model", "no such folder here"),

@@ -19,7 +19,7 @@ from sparse_rl.train import ControlConfig
         (Full(), False, "KV full, correction"),
         (RKV(budget=12, interval=4, window=4), False, "KV rkv budget 12 + 4, correction"),
         (PagesMean(budget=64), False, "KV pages_mean budget 64, correction"),
-        (RKV(budget=9, interval=4, window=4), True, "KV rkv budget auto from 9@0, 4 to "),
+        (RKV(budget=9, interval=4, window=4), True, "KV rkv budget auto (at first 9, 4 to "),
     ],
     ids=["full", "evict", "select", "auto"],
 )

@@ -3,6 +3,8 @@
 
 engine   |log p of the engine's decode steps - log p of the teacher-forced forward|
 module   the same for the module's own decode steps, with transformers' cache and attention, on the same tokens
+
+What a sparse cache adds to it is not measured here, but in calibrate/tokens.py.
 """
 
 from __future__ import annotations

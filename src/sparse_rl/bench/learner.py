@@ -8,6 +8,8 @@ MFU = (6 N + 6 h V + 6 L h l) x tokens / (seconds x F)
 
 N parameters outside the embedding and the head, h hidden size, V vocabulary, L layers, l mean length weighted by
 tokens, tokens real ones (prompts included, nothing is padded), F operations a second of the device.
+
+Nothing is sampled: tokens are random, with the dense model's own log-probs. Rollouts are measured in rollout.py.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 """A clock on a call of the engine: tokens, seconds and entries between two of its steps.
 
 The device is waited for at the two ends only, so that measuring does not slow what is measured.
+
+Which window it looks for is decided in work.py.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 """Where a step's GPU time goes: kernel durations summed by what the kernels' names say.
 
 What runs under `torch.profiler.record_function("compaction")` is compaction whatever its name.
+
+The host's time and the gaps between kernels are in none of them: rollout.py takes them as what is left of a step.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 """Rollout speed: tokens a second, end to end, and what a step at full rows and full caches is made of.
 
 Everything that is compiled or captured once is run before the clock starts and reported by itself.
+
+What is run is in work.py, the clock in meter.py, what others need for it in against.py.
 """
 
 from __future__ import annotations

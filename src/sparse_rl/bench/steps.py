@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A decode step's time at a context, and a device's reading and computing speed: what the cost model is checked by."""
+"""A decode step's time at a context, and a device's reading and computing speed: what the cost model is checked by.
+
+That model is in calibrate/cost.py; whole runs are measured in rollout.py.
+"""
 
 from __future__ import annotations
 

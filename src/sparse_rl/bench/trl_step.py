@@ -3,6 +3,8 @@
 
 The clock runs from the moment the completions are there until the optimizer has stepped and the gradients are
 dropped: padding, rewards, advantages, every micro-batch forward and backward, clipping, AdamW.
+
+Our own step on such lengths is timed in learner.py.
 """
 
 from __future__ import annotations

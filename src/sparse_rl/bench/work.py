@@ -3,6 +3,8 @@
 
 standard:   2 x rows requests submitted together, `rows` in flight, every output `output` tokens long
 lognormal:  4 x rows requests, lengths output / 2 x exp(0.6 z) with z normal, clipped to [1, output]
+
+Nothing is run here: rollout.py does that, with the clock of meter.py.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 
 overlap > 0.999 for a share pi of the tokens, else 0.999 Beta(a, b)
 P05 = 0.999 BetaInv(0.05 / (1 - pi); a, b)       with fewer than 5 % imperfect tokens it lies above 0.999
+
+Which tokens those are, and how sure their tail is, is in `statistics.py`.
 """
 
 from __future__ import annotations

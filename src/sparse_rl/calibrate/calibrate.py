@@ -7,6 +7,8 @@
 
 A run is a function of the weights, the prompts and the settings, and is on disk whole or not at all. So a calibration
 that was killed goes on where it was, and another target, tail or bin is found from the same runs.
+
+What is known of a token is in `tokens.py`, what all of them come to in `analysis.py`, the search in `search.py`.
 """
 
 from __future__ import annotations

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GPUs by name: how much memory each has, how fast it is read, how fast it computes."""
+"""GPUs by name: how much memory each has, how fast it is read, how fast it computes.
+
+These are published figures; the share of them that is reached is in `cost.py`.
+"""
 
 from __future__ import annotations
 

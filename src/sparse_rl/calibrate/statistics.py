@@ -5,6 +5,8 @@
      "bins": [{"tokens": 2304, "top20": {"all": {"mean": ..., "p05": ..., "p05_interval": [...], "beta": {...}}, ...
 
 Intervals are 95 %, from resampled rollouts: tokens of one rollout are not independent.
+
+Which budget is enough is decided in `analysis.py`.
 """
 
 from __future__ import annotations

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is known of every token that a cache sampled: how near the dense model is there, and where it stands."""
+"""What is known of every token that a cache sampled: how near the dense model is there, and where it stands.
+
+Nothing is averaged here: `statistics.py` does that.
+"""
 
 from __future__ import annotations
 

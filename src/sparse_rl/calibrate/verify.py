@@ -4,6 +4,8 @@
 What was evicted at short contexts is missing at longer ones, so a budget that holds a bin from the beginning may not
 hold it after smaller ones. A constant budget does hold: the grid's own runs say which. From there budgets go down, the
 first bin's first, each as far as all bins hold; in the end no bin can go one step of the grid lower by itself.
+
+The runs themselves, and their files, are `calibrate.py`'s.
 """
 
 from __future__ import annotations

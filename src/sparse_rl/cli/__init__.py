@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command `sparse-rl`: one subcommand is one file with a function `run`, imported when it is called."""
+"""The command `sparse-rl`: one subcommand is one file with a function `run`, imported when it is called.
+
+Flags that several of them share are in `parsing.py`.
+"""
 
 from __future__ import annotations
 

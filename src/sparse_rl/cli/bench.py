@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`sparse-rl bench rollout`: how fast rollouts are on this machine; `bench learner` has a file of its own."""
+"""`sparse-rl bench rollout`: how fast rollouts are on this machine; `bench learner` has a file of its own.
+
+Nothing is timed here, but in bench/rollout.py: these are the flags, the lines that are printed, and the file they are
+kept in.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +19,9 @@ if TYPE_CHECKING:
     from jsonargparse import ArgumentParser, Namespace
 
     from sparse_rl.bench import BenchConfig
+    from sparse_rl.bench.learner import LearnerBenchConfig
+    from sparse_rl.kv import KVPolicy
+    from sparse_rl.rollout import EngineConfig
 
 C = TypeVar("C", bound=Any)
 ON_CPU = {"rows": 16, "output": 1024}  # of `bench rollout`, where nobody says: half a minute
@@ -117,7 +124,11 @@ def check_result(settings: Namespace) -> None:
 
 
 def as_record(
-    label: str, arguments: list[str], config: Any, parts: dict[str, Any], results: dict[str, Any]
+    label: str,
+    arguments: list[str],
+    config: BenchConfig | LearnerBenchConfig,
+    parts: dict[str, Any],
+    results: dict[str, Any],
 ) -> dict[str, Any]:
     """A measurement as its file holds it; nobody has been measured against it yet."""
     import torch
@@ -127,7 +138,7 @@ def as_record(
     return {
         "label": label,
         "command": command(arguments),
-        **provenance(torch.device(config.device)),
+        **provenance(torch.device(str(config.device))),
         "settings": {**asdict(config), **parts},
         "results": {**results, "against": {}},
     }
@@ -162,7 +173,7 @@ def _device_name(given: str | None) -> str:
     return given or ("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def default_label(config: BenchConfig, policy: Any, engine: Any) -> str:
+def default_label(config: BenchConfig, policy: KVPolicy, engine: EngineConfig) -> str:
     """What tells this measurement from the others of a file: the work, and every setting that is not the default."""
     parts = [config.shape, str(config.device), str(config.dtype), policy.name]
     if hasattr(policy, "budget"):

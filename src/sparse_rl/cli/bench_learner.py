@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`sparse-rl bench learner`: how fast updates are on this machine."""
+"""`sparse-rl bench learner`: how fast updates are on this machine.
+
+Updates are timed in bench/learner.py; what is kept of them, and how, is in `bench.py`.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,9 @@ from sparse_rl.cli.parsing import add_fields, make_parser, model_dtype, parse, q
 
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser
+
+    from sparse_rl.bench.learner import LearnerBenchConfig
+    from sparse_rl.train import OptimizerConfig, UpdateConfig
 
 DESCRIPTION = """Measure updates: real tokens a second, the share of the device's matrix units (MFU), peak memory.
 
@@ -62,12 +68,12 @@ def _parser() -> ArgumentParser:
     return parser
 
 
-def default_label(config: Any, update: Any, optimizer: Any) -> str:
+def default_label(config: LearnerBenchConfig, update: UpdateConfig, optimizer: OptimizerConfig) -> str:
     """What tells this measurement from the others of a file: the work, and every setting that is not the default."""
     lengths = f"{config.prompt}+{config.output}"
     if config.spread == "lognormal":
         lengths += f" lognormal {config.median} {config.sigma:g}"
-    parts = [config.shape, config.device, config.dtype, f"{config.sequences} x {lengths}"]
+    parts = [config.shape, str(config.device), str(config.dtype), f"{config.sequences} x {lengths}"]
     parts += [f"{update.max_tokens} tokens a forward", update.activations]
     parts += [optimizer.kind] if optimizer.kind != "adamw" else []
     parts += ["offload"] if optimizer.offload else []

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`sparse-rl calibrate`: the cheapest budget by context length for a model; `calibrate cost` has a file of its own."""
+"""`sparse-rl calibrate`: the cheapest budget by context length for a model; `calibrate cost` has a file of its own.
+
+What is run, and the schedule that comes of it, is calibrate/calibrate.py's; the page is report/calibration_page.py's.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`sparse-rl calibrate cost`: what a schedule saves, predicted for a shape and a GPU, and measured on this machine."""
+"""`sparse-rl calibrate cost`: what a schedule saves, predicted for a shape and a GPU, and measured on this machine.
+
+The formulas are in calibrate/cost.py, the clock on a step in bench/steps.py.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`sparse-rl data check`: which benchmarks are at hand, whether their files are well, what may be done with them."""
+"""`sparse-rl data check`: which benchmarks are at hand, whether their files are well, what may be done with them.
+
+Which there are is in tasks/benchmarks.py. Nothing is downloaded: `sparse-rl eval` does that.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`sparse-rl eval`: models x benchmarks x caches, and a table."""
+"""`sparse-rl eval`: models x benchmarks x caches, and a table.
+
+Generated and graded in evaluate/benchmarks.py; the table is made in report/eval_table.py.
+"""
 
 from __future__ import annotations
 

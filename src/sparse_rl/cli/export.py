@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`sparse-rl export`: a checkpoint in, a plain Hugging Face model out."""
+"""`sparse-rl export`: a checkpoint in, a plain Hugging Face model out. Written by train/export.py."""
 
 from __future__ import annotations
 

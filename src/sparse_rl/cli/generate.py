@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`sparse-rl generate`: prompts in, one JSON line a sample out."""
+"""`sparse-rl generate`: prompts in, one JSON line a sample out.
+
+Sampled by rollout/engine.py. Nothing is graded: that is `eval.py`'s.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`sparse-rl inspect`: what caches hold and read of one text, and what that changes, as a page and a picture."""
+"""`sparse-rl inspect`: what caches hold and read of one text, and what that changes, as a page and a picture.
+
+The caches read it in evaluate/inspection.py; the page is made in report/inspect_page.py, the picture in
+report/inspect_plot.py.
+"""
 
 from __future__ import annotations
 

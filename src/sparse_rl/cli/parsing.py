@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What several commands share: flags that mean the same in each, how they are read, what is said in the terminal."""
+"""What several commands share: flags that mean the same in each, how they are read, what is said in the terminal.
+
+The sections of components' settings are made into flags in config.py; files of settings are read in `recipes.py`.
+"""
 
 from __future__ import annotations
 

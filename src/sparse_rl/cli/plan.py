@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`sparse-rl plan`: what a run will hold, whether it fits, and what to change if it does not."""
+"""`sparse-rl plan`: what a run will hold, whether it fits, and what to change if it does not.
+
+The arithmetic is in plan/memory.py. `train` has its warning, and the plan of its --dry-run, from here.
+"""
 
 from __future__ import annotations
 

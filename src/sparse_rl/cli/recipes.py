@@ -3,6 +3,8 @@
 
 A file with the key `base` says only what differs from that file, beside it or in the working folder, or recipe:
 `base: qwen3-1.7b.yaml`.
+
+Whether keys and values are right is seen in `parsing.py`, with the flags'; a run's own record is read in `resume.py`.
 """
 
 from __future__ import annotations

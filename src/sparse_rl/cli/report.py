@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`sparse-rl report`: run folders in, one HTML page out."""
+"""`sparse-rl report`: run folders in, one HTML page out.
+
+The page is report/page.py's; that of --evidence is report/evidence_page.py's.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Going on with a run: what the command line does not give comes from the run's own record."""
+"""Going on with a run: what the command line does not give comes from the run's own record.
+
+Which checkpoint it goes on from is found in train/folder.py.
+"""
 
 from __future__ import annotations
 

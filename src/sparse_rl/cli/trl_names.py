@@ -3,6 +3,8 @@
 
 Each name maps to one setting; where TRL has other words for the values, they are translated too. Names without a
 counterpart are refused with what to use instead.
+
+What is neither TRL's name nor ours passes through, and is refused in `parsing.py`.
 """
 
 from __future__ import annotations

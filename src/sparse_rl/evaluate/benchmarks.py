@@ -9,6 +9,9 @@
 A block is a function of the weights, the settings and its place, and is on disk whole or not at all, so an evaluation
 that was killed anywhere goes on to the same table. Every model's prompts are made before anything is generated, so
 that what is wrong with the last model is known at once; an evaluation that ends early has a table of what is done.
+
+How answers are graded meanwhile is in `grader.py`, what lies on disk in `store.py`, what a sample counts for in
+`results.py`.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 
 The engine's loop only puts rollouts into a queue. An error of the thread (a grader that raises, a disk that is full) is
 raised in the main thread by the next `check`.
+
+Whether an answer is right is for the suite's reward to say (`suite.py`); the table's numbers are made in `results.py`.
 """
 
 from __future__ import annotations

@@ -4,6 +4,8 @@
 The dense model answers the prompt; then each cache reads that same answer token by token. So caches can be compared at
 every token: what each one holds and reads there, and the overlap sum_v min(p_dense, p_sparse) of the next-token
 distributions.
+
+Nothing is drawn here: that is done in report/inspect_page.py and report/inspect_plot.py.
 """
 
 from __future__ import annotations

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who watches an evaluation, and what there is to see."""
+"""Who watches an evaluation, and what there is to see.
+
+The one in the terminal is in report/eval_live.py; those of training are in train/observer.py.
+"""
 
 from __future__ import annotations
 

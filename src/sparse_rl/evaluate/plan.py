@@ -2,6 +2,8 @@
 """What an evaluation is made of: models x benchmarks x caches, and a protocol that says how each benchmark is run.
 
 A cache is written as `full`, `rkv:128` (its budget) or `rkv:budget=128,interval=32`.
+
+No problem is read and no model loaded here: that is done in `suite.py` and `benchmarks.py`.
 """
 
 from __future__ import annotations

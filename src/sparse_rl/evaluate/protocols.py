@@ -7,6 +7,8 @@ sparrow    as the Sparrow paper evaluates: temperature 1, top-p 0.7, and 16 samp
 
     settings = PROTOCOLS["sparse-rl"].settings("aime24").changed(n=8)
     PROTOCOLS["sparse-rl"].departures("aime24", settings)      # ["n is 8 instead of 32"]
+
+Which benchmarks there are is in tasks/benchmarks.py, what a template says in tasks/templates.py.
 """
 
 from __future__ import annotations

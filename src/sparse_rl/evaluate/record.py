@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""eval.json: what an evaluation is, so that it can be gone on with and never be mixed with another."""
+"""eval.json: what an evaluation is, so that it can be gone on with and never be mixed with another.
+
+The samples are kept by `store.py`; results.json is written by `benchmarks.py`.
+"""
 
 from __future__ import annotations
 

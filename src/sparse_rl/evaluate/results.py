@@ -3,6 +3,8 @@
 
 A sample whose grader failed counts for nothing but `failed`. Standard errors are over problems. The difference to the
 dense cache is paired: problem by problem, so that what makes a problem hard cancels.
+
+How a metric and its error come of scores is in `statistics.py`, how they are shown in report/eval_table.py.
 """
 
 from __future__ import annotations

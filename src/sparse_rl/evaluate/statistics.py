@@ -8,6 +8,8 @@ A sample is right if its score is at least 1. One whose grader failed (None) is 
 less, so avg@k is the right share of those graded. pass@k needs k graded samples: a problem with fewer is left out of
 it, also where a right one would decide it, since to keep only those would favour problems that are solved. A problem
 without a graded sample is left out of both. `Estimate.left_out` counts such problems, `failed` the samples.
+
+Those of overlap, and its intervals, are in calibrate/statistics.py.
 """
 
 from __future__ import annotations

@@ -6,6 +6,8 @@
 
 The samples of a block are on disk before its line is. What a crash left behind (samples without a line, half a line, a
 block that is not what its line says) is cut off when the files are opened again, and made anew.
+
+Which blocks are still to do is for `benchmarks.py` to say; what was asked for is in `record.py`.
 """
 
 from __future__ import annotations

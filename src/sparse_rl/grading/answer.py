@@ -2,6 +2,8 @@
 """Where the final answer stands: the last \\boxed, else the last <answer>, "answer is", or the last number.
 
 Every search runs in time linear in the text: the text is the model's, and may be 100 kB of anything.
+
+Whether the answer is right is `math.py`'s question.
 """
 
 from __future__ import annotations

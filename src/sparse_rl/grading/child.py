@@ -3,6 +3,8 @@
 
 It reads one JSON object a line from stdin and answers each with one on what was its stdout; whatever the function
 prints goes nowhere. It says {"ready": true} once the module is imported and its `warm`, if it has one, has run.
+
+Memory is bounded here; time is bounded by the parent, in `workers.py`.
 """
 
 from __future__ import annotations

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The code reward: 1 for a program that passes its row's tests, 0 for one that does not."""
+"""The code reward: 1 for a program that passes its row's tests, 0 for one that does not.
+
+How a program is kept apart is in sandbox/process.py, which tests a row has in sandbox/suite.py.
+"""
 
 from __future__ import annotations
 

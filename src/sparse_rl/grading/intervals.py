@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sets of numbers as people write them: (1, 2], 1 < x \\le 2, x \\ne 3, |x| > 2, \\mathbb{R} \\setminus \\{3\\}."""
+"""Sets of numbers as people write them: (1, 2], 1 < x \\le 2, x \\ne 3, |x| > 2, \\mathbb{R} \\setminus \\{3\\}.
+
+They are taken apart here; whether two are the same is `math.py`'s question.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One spelling for each thing LaTeX spells in several ways, and the top-level parts of a formula."""
+"""One spelling for each thing LaTeX spells in several ways, and the top-level parts of a formula.
+
+All of it stays text: what a formula is worth is found in `numbers.py` and `symbolic.py`.
+"""
 
 from __future__ import annotations
 

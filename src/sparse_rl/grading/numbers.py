@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Numbers as people write them, exactly: 1,234.50, -3/4, 2\\frac{5}{8}, 2.88e16, 4.5 \\times 10^{33}, 62.5%."""
+"""Numbers as people write them, exactly: 1,234.50, -3/4, 2\\frac{5}{8}, 2.88e16, 4.5 \\times 10^{33}, 62.5%.
+
+Roots, letters and sums are `symbolic.py`'s, units `units.py`'s.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The math reward in TRL's signature: 1 if the completion's final answer is the right one, else 0."""
+"""The math reward in TRL's signature: 1 if the completion's final answer is the right one, else 0.
+
+The answer is found in `answer.py` and compared in `math.py`, by processes with a time limit (`workers.py`).
+"""
 
 from __future__ import annotations
 

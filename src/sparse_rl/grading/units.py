@@ -3,6 +3,8 @@
 
 5 m and 500 cm are equal, 5 m and 5 cm are not, 5 and 5 m may be: a missing unit contradicts nothing. Words that are no
 unit ("18 ways") say nothing either.
+
+What the value before it is worth is found in `numbers.py` and `symbolic.py`.
 """
 
 from __future__ import annotations

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What kernels share: which of the two implementations runs, how finely it sums, how the host's numbers reach it."""
+"""What kernels share: which of the two implementations runs, how finely it sums, how the host's numbers reach it.
+
+How the work is cut into blocks is each kernel's own.
+"""
 
 from __future__ import annotations
 

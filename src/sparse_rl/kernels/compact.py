@@ -3,6 +3,8 @@
 
 kept = the `count` greatest of a row's first `length` slots by (protected, importance, slot), in ascending order
 slot t of the row becomes what slot kept_t was
+
+How important an entry is comes from outside: policies say it (kv/policy.py).
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ def _select_and_compact(  # type: ignore[no-untyped-def]
 
     table = pages + row * pages_row
     for i in tl.static_range(len(pools)):
-        move(pools[i], kept, count, table, head, num_heads, size, WIDTHS[i], BLOCKS_X[i], BLOCKS_E[i], PAGE)
+        _move(pools[i], kept, count, table, head, num_heads, size, WIDTHS[i], BLOCKS_X[i], BLOCKS_E[i], PAGE)
 
 
 @triton.jit
@@ -123,7 +123,7 @@ def nth_greatest(order, count):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def move(  # type: ignore[no-untyped-def]
+def _move(  # type: ignore[no-untyped-def]
     pool,
     kept,
     count,

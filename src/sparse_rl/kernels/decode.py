@@ -6,6 +6,8 @@
     out_b = sum_{s < lengths_b, age_s < window} softmax_s(scale * q_b . k_s) v_s
 
 The pool is head-major, (pages, K, page, D): one page of one head is one contiguous tile.
+
+Whole prompts are in prefill.py; a policy that reads fewer pages hands in a table of those.
 """
 
 from __future__ import annotations

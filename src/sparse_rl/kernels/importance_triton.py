@@ -59,7 +59,7 @@ def attention_importance_triton(
         BLOCK_G=group_p,
         KERNEL=kernel,
         POOLED=POOLED,
-        **_tiles(k_PKSD, 64),
+        **tiles_of(k_PKSD, 64),
         num_warps=4,
         num_stages=3,
     )
@@ -78,7 +78,7 @@ def redundancy_triton(
     bounds = torch.empty((units, 3), dtype=torch.int32, device=device)  # first and last live slot, their number
     out_BKS = torch.empty((batch, num_heads, size), dtype=torch.float32, device=device)
     keys = (k_PKSD, pages_BN, num_heads, size, pages_BN.stride(0))
-    tiles = _tiles(k_PKSD, 128)
+    tiles = tiles_of(k_PKSD, 128)
     rows = tiles.pop("BLOCK_S")
     _sum_cosines[(units,)](*keys, live_BKS, inverse_norms, totals, bounds, **tiles, BLOCK_S=rows // 2, num_warps=8)
     _spare_duplicates[(units * triton.cdiv(size, rows),)](
@@ -88,7 +88,7 @@ def redundancy_triton(
     return out_BKS
 
 
-def _tiles(k_PKSD: torch.Tensor, block: int) -> dict[str, int]:
+def tiles_of(k_PKSD: torch.Tensor, block: int) -> dict[str, int]:
     """A block of slots, smaller where keys are wider than two bytes, and what addresses its keys."""
     page_size, dim = k_PKSD.shape[2:]
     return {
@@ -119,7 +119,7 @@ def load_keys(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def logits_of(keys, queries, scale, candidate, GROUP: tl.constexpr, BLOCK_G: tl.constexpr):  # type: ignore[no-untyped-def]
+def _logits_of(keys, queries, scale, candidate, GROUP: tl.constexpr, BLOCK_G: tl.constexpr):  # type: ignore[no-untyped-def]
     """Each query's logit of each key, the greatest of its group; -inf where the key is no candidate."""
     dots = tl.dot(keys, tl.trans(queries), input_precision="ieee")
     dots = tl.reshape(dots, (dots.shape[0], dots.shape[1] // BLOCK_G, BLOCK_G))
@@ -176,7 +176,7 @@ def _attention_importance(  # type: ignore[no-untyped-def]
             slot = start + tl.arange(0, BLOCK_S)
             candidate = tl.load(candidates + slot, mask=slot < size, other=0).to(tl.int1)
             keys = load_keys(k, table, head, num_heads, size, slot, slot < size, PAGE, DIM, BLOCK_D)
-            logits = logits_of(keys, q, scale, candidate, GROUP, BLOCK_G)
+            logits = _logits_of(keys, q, scale, candidate, GROUP, BLOCK_G)
             new_best = tl.maximum(best, tl.max(logits, axis=0))
             base = tl.where(new_best == float("-inf"), 0.0, new_best)  # no candidate so far
             total = total * tl.exp(best - base) + tl.sum(tl.exp(logits - base[None, :]), axis=0)
@@ -188,7 +188,7 @@ def _attention_importance(  # type: ignore[no-untyped-def]
             slot = start + tl.arange(0, BLOCK_S)
             candidate = tl.load(candidates + slot, mask=slot < size, other=0).to(tl.int1)
             keys = load_keys(k, table, head, num_heads, size, slot, slot < size, PAGE, DIM, BLOCK_D)
-            logits = logits_of(keys, q, scale, candidate, GROUP, BLOCK_G)
+            logits = _logits_of(keys, q, scale, candidate, GROUP, BLOCK_G)
             attention = tl.exp(logits - base[None, :]) / total[None, :]
             attention = tl.where((attention == attention) & asked[None, :], attention, 0.0)
             part = tl.sum(attention, axis=1) / NUM_QUERIES

@@ -7,13 +7,13 @@ import torch
 import triton
 import triton.language as tl
 
-from sparse_rl.kernels.importance_triton import EPS, _tiles, load_keys
+from sparse_rl.kernels.importance_triton import EPS, load_keys, tiles_of
 
 
 def key_norms_triton(k_PKSD: torch.Tensor, pages_BN: torch.Tensor) -> torch.Tensor:
     out_BKS = _like_slots(k_PKSD, pages_BN)
     units, size = out_BKS.shape[0] * out_BKS.shape[1], out_BKS.shape[2]
-    tiles = _tiles(k_PKSD, 64)
+    tiles = tiles_of(k_PKSD, 64)
     grid = (units * triton.cdiv(size, tiles["BLOCK_S"]),)
     _key_norms[grid](k_PKSD, pages_BN, out_BKS.shape[1], size, pages_BN.stride(0), out_BKS, **tiles, num_warps=4)
     return out_BKS
@@ -23,7 +23,7 @@ def key_likeness_triton(k_PKSD: torch.Tensor, pages_BN: torch.Tensor, live_BKS: 
     out_BKS = _like_slots(k_PKSD, pages_BN)
     batch, num_heads, size = out_BKS.shape
     keys = (k_PKSD, pages_BN, num_heads, size, pages_BN.stride(0))
-    _key_likeness[(batch * num_heads,)](*keys, live_BKS.contiguous(), out_BKS, **_tiles(k_PKSD, 64), num_warps=8)
+    _key_likeness[(batch * num_heads,)](*keys, live_BKS.contiguous(), out_BKS, **tiles_of(k_PKSD, 64), num_warps=8)
     return out_BKS
 
 

@@ -5,6 +5,8 @@
     d logits_tv = grad_t / temperature * ([v = o_t] - exp(x_tv - lse_t))
 
 Logits stay in the module's precision; only what is summed over the vocabulary is fp32.
+
+The logits come from score/head.py, a chunk of tokens at a time.
 """
 
 from __future__ import annotations

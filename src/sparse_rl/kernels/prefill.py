@@ -5,6 +5,8 @@
 
 No mask of size T x T is ever built: full layers use the kernel's own causal flag, the rest goes in query blocks. Packed
 rows go through flash attention where there is one; else sequences of about one length go side by side, padded behind.
+
+No page is read or written: prompts' entries get into the cache in kv/cache.py.
 """
 
 from __future__ import annotations

@@ -4,6 +4,8 @@
 A page holds `page_size` entries of every layer and KV head. A sequence's page table is one list of pages for all of
 them; which token sits in a slot may differ per layer and head, so each slot carries its logical position. Positions
 are logical and never derived from how many entries the cache holds.
+
+Who holds which page is in `pages.py`, what a cut keeps in `compress.py` and `policy.py`.
 """
 
 from __future__ import annotations

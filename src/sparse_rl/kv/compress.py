@@ -3,6 +3,8 @@
 
 Layers are independent, so they join the rows: page p of layer l is page l * P + p of one long pool. On a GPU nothing
 here waits for the device, unless what was kept is asked for.
+
+Which rows are due is found in rollout/loop.py, and in `sparse_cache.py` under `generate`.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 
 A `Holding` is one owner's pages in order. A page may be shared by several holdings; whoever writes must hold it alone.
 Pages count from 1: page 0 is nobody's, and decode rows without a sequence write there.
+
+The tensors behind the pages are in `cache.py`; who gets pages is decided in rollout/scheduler.py.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 
 A policy is frozen settings. It says when a sequence's cache is cut (`trigger`), to how many entries (`target`), and
 how important each entry is (`importance`). Which entries may not be dropped is said by a mask, never by a large number.
+
+How a whole cache is cut is in `compress.py`; policies that choose what is read are in `select.py`.
 """
 
 from __future__ import annotations

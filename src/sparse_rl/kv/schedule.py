@@ -6,6 +6,8 @@ load(512)                           # the same for every context
 load("sparrow/qwen3-1.7b-0.86")     # a published one, sparrow.json
 load("schedule.json")               # a file that `save` wrote
 load("512@0+1024@2000")             # its steps, 512 entries from 0 tokens on, as `text` writes them
+
+How one is found is in calibrate/calibrate.py, how it moves while training in train/control.py.
 """
 
 from __future__ import annotations

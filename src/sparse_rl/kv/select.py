@@ -5,6 +5,8 @@ A page's landmarks stand for its keys; the pages of a row are weighed against th
 them. Nothing is lost, so a page not read now may be read at the next step. Memory is that of a dense cache and the
 landmarks; what shrinks is the reading, which bounds a decode step. Prefill is dense, and so are the first layers and
 those with a sliding window.
+
+How pages are weighed and listed is in kernels/landmarks.py.
 """
 
 from __future__ import annotations

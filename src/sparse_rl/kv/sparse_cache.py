@@ -106,13 +106,13 @@ class SparseCache(Cache):
     def get_query_offset(self, layer_idx: int = 0) -> int:
         return self.num_columns
 
-    def get_mask_sizes(self, query_length: Any, layer_idx: int) -> tuple[int, int]:
-        if not int(query_length):
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        if not query_length:
             raise ValueError(
                 f"no token is new to this SparseCache, which has seen {self.num_columns}; give all of them and what "
                 "is new, or call reset() for other prompts."
             )
-        return self.num_columns + int(query_length), 0
+        return self.num_columns + query_length, 0
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
         return -1

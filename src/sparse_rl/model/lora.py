@@ -4,6 +4,8 @@
 They are put into the Hugging Face module in place, so sampler and learner share them as they share everything else. B
 starts at 0: before the first update the adapted module is the base. A checkpoint holds the adapters alone, in peft's
 layout; `merge` adds such a folder to the weights of its base.
+
+An adapter that the sampler alone has is in `sampler_adapter.py`.
 """
 
 from __future__ import annotations
@@ -95,14 +97,15 @@ def adapters_off(model: transformers.PreTrainedModel) -> Iterator[None]:
         model.enable_adapters()
 
 
-def adapted_by_policy(part: Any) -> bool:
+def adapted_by_policy(part: torch.nn.Module) -> bool:
     """Whether a module is a projection with one adapter like this file's: switched on, not merged, of its dtype."""
-    if not hasattr(part, "lora_A") or type(part).__name__ != "Linear" or part.disable_adapters or part.merged:
+    layer: Any = part  # one of peft's, if it has what they have
+    if not hasattr(layer, "lora_A") or type(layer).__name__ != "Linear" or layer.disable_adapters or layer.merged:
         return False
-    if len(part.active_adapters) != 1 or part.active_adapters[0] not in part.lora_A or part.lora_variant:
+    if len(layer.active_adapters) != 1 or layer.active_adapters[0] not in layer.lora_A or layer.lora_variant:
         return False
-    halves = [half[part.active_adapters[0]] for half in (part.lora_A, part.lora_B)]
-    return all(half.weight.dtype == part.base_layer.weight.dtype for half in halves)
+    halves = [half[layer.active_adapters[0]] for half in (layer.lora_A, layer.lora_B)]
+    return all(half.weight.dtype == layer.base_layer.weight.dtype for half in halves)
 
 
 def base_name(folder: Path) -> str:

@@ -3,6 +3,8 @@
 
 They need no download and run anywhere, so tests, benchmarks and `--model tiny` use them. Weights are drawn wider
 than for training: attention then has something to look at, and dropping a cache entry changes the output.
+
+Models of published sizes are in `shapes.py`.
 """
 
 from __future__ import annotations

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From rewards to advantages, one number a rollout. All rollouts of a group count, rejected ones included."""
+"""From rewards to advantages, one number a rollout. All rollouts of a group count, rejected ones included.
+
+Completions that nobody graded are left out before, in train/trainer.py.
+"""
 
 from __future__ import annotations
 

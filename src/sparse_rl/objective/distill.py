@@ -6,6 +6,8 @@ Named by their gradients where the tokens are the sampler's own samples:
     forward   k3 of the sampled token: exp(d) - d - 1, d = log dense - log sparse     KL(dense || sparse)
     reverse   k2 of the sampled token: d^2 / 2                                        KL(sparse || dense)
     topk      the forward KL itself over the sampler's most likely ids, the rest of the vocabulary as one more
+
+The adapter that learns from it is in train/distill.py.
 """
 
 from __future__ import annotations

@@ -8,6 +8,8 @@
     loss   sum_t scale_t ( weight_t * surrogate_t + beta * k3_t )
 
 `token_scale` counts the denominator before the microbatches, so that their losses add up to the batch's.
+
+Weights, and what they drop, come from `correction.py`.
 """
 
 from __future__ import annotations

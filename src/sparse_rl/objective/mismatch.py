@@ -3,6 +3,8 @@
 
 Everything is reduced over all tokens the sampler chose, never over survivors. Where only some rollouts were scored,
 each carries the inverse of its chance of being scored as a weight.
+
+What is done about the gap is in `correction.py`; the gap by context length is in `tail.py`.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 
 Most tokens agree with the dense model at any budget, so means say little; and the longer the context, the more a fixed
 budget leaves out. A bin holds the tokens whose context, the prompt included, is within its width.
+
+What is done about such tokens is in train/control.py and train/alarms.py.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 
 Remedies are tried in an order of least harm: first those that cost time alone, then those that round, then those that
 change what is learnt or what it costs.
+
+How a plan is made is in `memory.py`, how remedies are told in `show.py`.
 """
 
 from __future__ import annotations

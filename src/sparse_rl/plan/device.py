@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much memory there is: on the device at hand, on a GPU by name, or as given."""
+"""How much memory there is: on the device at hand, on a GPU by name, or as given.
+
+All of it, whoever holds some already; memory of GPUs by name is in calibrate/gpus.py.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A plan for people, and for programs."""
+"""A plan for people, and for programs. It is made in `memory.py`, and what would help is found in `advice.py`."""
 
 from __future__ import annotations
 

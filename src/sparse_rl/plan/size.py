@@ -2,6 +2,8 @@
 """What a model weighs, from its configuration alone: parameters, and what a token leaves behind for the backward pass.
 
 The module is built on torch's meta device, where tensors have sizes and no memory, and run there on a few tokens.
+
+What a run holds of that, and when, is in `memory.py` and `resident.py`.
 """
 
 from __future__ import annotations

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A calibration in the terminal: a line for every run that is done, and a moving one for the one at hand."""
+"""A calibration in the terminal: a line for every run that is done, and a moving one for the one at hand.
+
+The files at its end are made in `calibration_page.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A calibration as files people look at: report.html, which needs nothing but itself, and report.png."""
+"""A calibration as files people look at: report.html, which needs nothing but itself, and report.png.
+
+The numbers are those of results.json, the curves are drawn in `calibration_plots.py`.
+"""
 
 from __future__ import annotations
 

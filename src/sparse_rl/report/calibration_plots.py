@@ -2,6 +2,8 @@
 """The curves of a calibration as one picture: imperfect tokens, tails by context and by budget, schedules.
 
 The panels are those of Sparrow's figures 1(b), 2(b), 3 and 4, on one's own model.
+
+Tables of the same are in `calibration_page.py`.
 """
 
 from __future__ import annotations

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dense and sparse continuations side by side, with the overlap of every sparse token."""
+"""Dense and sparse continuations side by side, with the overlap of every sparse token.
+
+They are sampled and scored by `generate --compare`; whole texts under several caches are `inspect_page.py`'s.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An evaluation in the terminal: a line for every cell that is done, and a moving one for the one at hand."""
+"""An evaluation in the terminal: a line for every cell that is done, and a moving one for the one at hand.
+
+The tables, also of one that ends early, are made in `eval_page.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An evaluation as files people look at: table.md, and report.html that needs nothing but itself."""
+"""An evaluation as files people look at: table.md, and report.html that needs nothing but itself.
+
+What is in the tables' cells is made in `eval_table.py`.
+"""
 
 from __future__ import annotations
 

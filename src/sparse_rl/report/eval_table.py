@@ -4,6 +4,8 @@
 overview   a model: caches down, benchmarks across
 details    a model: every benchmark with its caches below each other, and everything that was measured
 groups     a benchmark of a model: levels or subjects down, caches across
+
+The numbers are evaluate/results.py's; plots and samples are in `eval_page.py`.
 """
 
 from __future__ import annotations

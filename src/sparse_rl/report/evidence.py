@@ -3,6 +3,8 @@
 
 A record is one cell: {"cell": "short-naive-45-s0", "part": "a", "settings": {...}, "results": {...}, ...}. Of two with
 one name the later counts. Nothing is made up: what was not measured is an estimate of no values.
+
+The runs are made by benchmarks/evidence, outside of the package; verdicts are in `evidence_claims.py`.
 """
 
 from __future__ import annotations

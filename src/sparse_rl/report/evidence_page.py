@@ -2,6 +2,8 @@
 """docs/evidence.md: the verdicts, then a table and a plot a part, all from the raw results.
 
 The same results give the same bytes. What is missing is called missing.
+
+The tables are made in `evidence_tables.py`, the plots in `evidence_plots.py`.
 """
 
 from __future__ import annotations

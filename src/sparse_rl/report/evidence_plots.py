@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plots of docs/evidence.md. One with nothing to draw is left out."""
+"""The plots of docs/evidence.md. One with nothing to draw is left out.
+
+The numbers in them are computed in `evidence.py`.
+"""
 
 from __future__ import annotations
 

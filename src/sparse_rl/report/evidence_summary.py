@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What docs/evidence.md comes to, in a few sentences at its top; each from the raw results, none where they are not."""
+"""What docs/evidence.md comes to, in a few sentences at its top; each from the raw results, none where they are not.
+
+The verdicts are in `evidence_claims.py`.
+"""
 
 from __future__ import annotations
 

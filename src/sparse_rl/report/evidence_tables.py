@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tables of docs/evidence.md, in Markdown. What was not measured is said to be missing."""
+"""The tables of docs/evidence.md, in Markdown. What was not measured is said to be missing.
+
+The verdicts are in `evidence_claims.py`.
+"""
 
 from __future__ import annotations
 

@@ -3,6 +3,8 @@
 
 What each cut kept and each step read travels in the page as bits, one a layer, head and position; a few lines of script
 draw the maps.
+
+How caches read the text is in evaluate/inspection.py; the picture is drawn in `inspect_plot.py`.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 
 A column is a cache, four of them in a row. Its map has a token of the text at each x, and time runs down; the overlap
 shares the map's x axis.
+
+Layers and heads are put together here; single ones are shown by `inspect_page.py`.
 """
 
 from __future__ import annotations

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run in the terminal: lines that stay, and a moving one for what is being done."""
+"""A run in the terminal: lines that stay, and a moving one for what is being done.
+
+It shows a few metrics: all of them are in metrics.jsonl, of which `page.py` makes a page.
+"""
 
 from __future__ import annotations
 
@@ -46,14 +49,16 @@ class Terminal(Observer):
 class Live(Terminal):
     """One line a step, and a moving one for what is being sampled."""
 
-    def on_begin(self, trainer: Trainer) -> None:
+    def on_begin(self, trainer: Trainer | SFTTrainer) -> None:
+        assert isinstance(trainer, Trainer)
         settings = trainer.settings()
         parameters = sum(parameter.numel() for parameter in trainer.loaded.model.parameters())
         kv = settings["kv"]
         budget = f" budget {kv['budget']}" if "budget" in kv else ""
         if trainer.controller is not None:
             grid = trainer.controller.grid
-            budget = f" budget auto from {trainer.controller.schedule.text}, {grid[0]} to {grid[-1]}"
+            first = trainer.controller.schedule.text.removesuffix("@0")
+            budget = f" budget auto (at first {first}, {grid[0]} to {grid[-1]})"
         budget += f" + {kv['interval']}" if "interval" in kv else ""
         self._start(
             f"{trainer.config.output_dir}: {parameters / 1e6:.2f}M parameters, {settings['dtype']} on "
@@ -84,7 +89,8 @@ class Live(Terminal):
 class SupervisedLive(Terminal):
     """One line an evaluation, and a moving one for the last step."""
 
-    def on_begin(self, trainer: SFTTrainer) -> None:
+    def on_begin(self, trainer: Trainer | SFTTrainer) -> None:
+        assert isinstance(trainer, SFTTrainer)
         config, data = trainer.config, trainer.data
         self.steps = config.steps
         parameters = sum(parameter.numel() for parameter in trainer.loaded.model.parameters())

@@ -2,6 +2,8 @@
 """One or several runs as one HTML page that needs nothing but itself.
 
 Everything a run brings along is escaped by `markup`, through which all text goes; `Html` is what has been there.
+
+Which metrics share a plot is in `plots.py`, what a run comes to in `runs.py`.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 
 Several runs share each plot, a colour a run and a line style a metric; a single run has a colour a metric instead. Text
 and axes take the colour of the page around them, so that one SVG serves light and dark.
+
+Evaluations, calibrations and the rest draw their own plots, in this style.
 """
 
 from __future__ import annotations

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One moving line in the terminal, for whatever takes long."""
+"""One moving line in the terminal, for whatever takes long.
+
+What it says of a run, an evaluation, a calibration is in `live.py`, `eval_live.py`, `calibration_live.py`.
+"""
 
 from __future__ import annotations
 

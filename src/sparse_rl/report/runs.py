@@ -2,6 +2,8 @@
 """A run folder read back: its settings, its metrics, some of its completions, and what they come to.
 
 A run in progress reads like a finished one: what it has written so far, without a line that is only half there.
+
+Plots and tables of runs are made in `plots.py` and `page.py`.
 """
 
 from __future__ import annotations

@@ -4,6 +4,8 @@
 A graph replays kernels at the addresses it was captured with. All it touches are parameters and tensors of `Rows` and
 `PagedCache` that never move; before every call their addresses are compared with those at capture, and graphs that no
 longer fit are captured anew. The pool itself may move: kernels look its address up.
+
+Which rows decode is the scheduler's; prompts go through `runner.py`.
 """
 
 from __future__ import annotations
@@ -113,6 +115,7 @@ class Decoder:
             rows_B=rows_B,
             max_length=self.max_entries,
         )
+        # In every layer transformers calls model/attention.py, which calls `context.attend`.
         logits_BV = self.model(
             input_ids=state[TOKEN][:, None],
             attention_mask=no_mask(rows.device),

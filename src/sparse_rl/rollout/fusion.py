@@ -6,6 +6,8 @@ other in memory and the module's parameters become views of that, so there is no
 step: whoever updates the parameters in place updates both. While a decode step is compiled, the first projection of a
 group computes the product of all, and each takes its columns. What an adapter adds to a projection, be it the sampler's
 or the policy's own, it adds to its columns.
+
+The learner's forward runs the projections one by one.
 """
 
 from __future__ import annotations

@@ -8,6 +8,8 @@ collect:  fetch drawn tokens -> append them to their sequences -> look for ends
 How long every cache is after so many steps is known beforehand, so nothing here waits for the device but `collect`, and
 that reads on a GPU what was drawn a few steps ago. A sequence that has ended is thus decoded a little further; what it
 draws there is dropped.
+
+Who runs, and on which pages, is decided in `scheduler.py`; tensors are `runner.py`'s.
 """
 
 from __future__ import annotations

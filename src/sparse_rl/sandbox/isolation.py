@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether this machine can keep a program apart, found out by trying rather than by version numbers."""
+"""Whether this machine can keep a program apart, found out by trying rather than by version numbers.
+
+What must fail is in `probe.py`, what makes it fail in `confine.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a confined process must not be able to do, tried. Runs in the child that `isolation` starts."""
+"""What a confined process must not be able to do, tried. Runs in the child that `isolation` starts.
+
+What refuses it is in `confine.py`.
+"""
 
 from __future__ import annotations
 

@@ -3,6 +3,8 @@
 
 The filter is classic BPF over `struct seccomp_data` {int nr; u32 arch; u64 ip; u64 args[6]}. It is built by hand for
 x86_64 and aarch64; a call of another architecture (or of x32) ends the process.
+
+Which files may be opened is not its business, but Landlock's (`confine.py`).
 """
 
 from __future__ import annotations

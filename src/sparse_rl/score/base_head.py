@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The head of an adapted module without its adapters: the reference model, at no memory of its own."""
+"""The head of an adapted module without its adapters: the reference model, at no memory of its own.
+
+Of a module that has none, the reference is a copy (train/trainer.py).
+"""
 
 from __future__ import annotations
 

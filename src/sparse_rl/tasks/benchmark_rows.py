@@ -4,6 +4,8 @@
     {"id": "math500-17", "problem": "What is 1 + 1?", "answer": "2", "level": 1, "subject": "Algebra"}
 
 `level` and `subject` may be absent; code sets have columns with their tests.
+
+Which benchmarks there are is in `benchmarks.py`.
 """
 
 from __future__ import annotations

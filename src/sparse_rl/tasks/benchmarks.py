@@ -3,6 +3,8 @@
 
 Problems come from DATA_DIR/NAME/test.jsonl, else from the package (gsm8k, svamp), else from the Hugging Face hub where
 we know the set there. `lookup:pairs=15,keys=words,digits=2` is made on the spot.
+
+How one is put to a model, with which samples and limits, is in evaluate/protocols.py.
 """
 
 from __future__ import annotations

@@ -5,6 +5,8 @@
 
 The expression is what stands in the last <answer>...</answer>, else in the last \\boxed{...}, else in the last line;
 "= 16" after it may stay. It is computed in fractions, so 8 / (3 - 8 / 3) is 24 exactly.
+
+Problems are not made here: they come from files (`rows.py`, `benchmarks.py`).
 """
 
 from __future__ import annotations

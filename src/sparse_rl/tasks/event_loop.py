@@ -3,6 +3,8 @@
 
 The loop has a thread of its own, so this also works where a loop is running already, as in a notebook; and since it is
 the same at every step, a client that a function keeps (an HTTP session, say) stays usable.
+
+Plain functions are called in `base.py`, which also checks what any of them returns.
 """
 
 from __future__ import annotations

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A reward: is the completion, without spaces around it, the answer?"""
+"""A reward: is the completion, without spaces around it, the answer?
+
+Where 1/2 may stand for 0.5, grading/reward.py has the reward.
+"""
 
 from __future__ import annotations
 

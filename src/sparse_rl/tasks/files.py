@@ -7,6 +7,8 @@ rows.csv, rows.tsv            a header line, every value a text
 rows.parquet                  needs the extra `data`, as the following do
 folder                        what datasets' save_to_disk wrote
 hub:openai/gsm8k:main:train   a dataset of the hub: hub:NAME, hub:NAME:SPLIT or hub:NAME:CONFIG:SPLIT
+
+What the columns mean is in `layouts.py`.
 """
 
 from __future__ import annotations

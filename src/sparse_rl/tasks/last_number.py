@@ -2,6 +2,8 @@
 """A reward for problems with a number as answer: is it the last number of the completion?
 
 "so she pays $1,200.50." gives 1200.50.
+
+Answers in boxes, and formulas, are for grading/reward.py.
 """
 
 from __future__ import annotations

@@ -7,6 +7,8 @@
     problem   {"problem" or "question": string, "answer": ...}: text that a template makes a prompt of
 
 The answer becomes the column `answer`; all other columns go to the reward functions under their own names.
+
+Rows are read in `files.py`; a prompt becomes tokens in `prompts.py`.
 """
 
 from __future__ import annotations
@@ -101,8 +103,10 @@ def _recognise(row: Row) -> Layout:
                 'assistant) and "content".'
             )
     hints = (suggestion(name, KEYS) for name in row.columns if name not in KEYS)
+    separated = row.where.endswith((".csv", ".tsv"))
+    header = " (its first line is read as their names)" if separated else ""
     raise ValueError(
-        f"{row.where} has the columns {', '.join(row.columns) or 'none at all'}, which fit no layout"
+        f"{row.where} has the columns {', '.join(row.columns) or 'none at all'}{header}, which fit no layout"
         f"{next(filter(None, hints), '')}; name them with --task.prompt_key and --task.answer_key."
     )
 

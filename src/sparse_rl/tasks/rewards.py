@@ -5,6 +5,8 @@ math                               a name from REWARDS
 overlong:limit=1024,buffer=256     with settings of its own (see `specs`)
 rewards.py:accuracy                a function of a file
 package.module:function            a function of a module
+
+What a reward function has to be is in `base.py`.
 """
 
 from __future__ import annotations

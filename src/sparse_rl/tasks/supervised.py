@@ -4,6 +4,8 @@
 A row has a "prompt" (a string or a list of chat messages) and a "completion" (a string or an assistant's message), or
 "messages" that end with an assistant's; other keys are not read. A chat goes through the model's template up to where
 its answer begins. The completion is what the model should write there, and ends with the model's end token.
+
+How completions are learnt is in train/sft.py.
 """
 
 from __future__ import annotations

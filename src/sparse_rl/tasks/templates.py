@@ -3,6 +3,8 @@
 
 A template with turns goes through the model's chat template; where the model has none, the turns are lines of plain
 text. One without turns is the text itself.
+
+Tokens are made in `prompts.py`.
 """
 
 from __future__ import annotations

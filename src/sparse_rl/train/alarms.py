@@ -13,6 +13,8 @@
 All but the first and the last are signs of a cache that is too sparse, and are looked for where it is sparse.
 A sign is over after ten steps (that of the tail: measurements) without it, that of a collapse with the first evaluation
 without it, and may then begin anew. `alarm/NAME` is 1 as long as it lasts.
+
+An alarm changes nothing: it is `control.py` that moves the budget.
 """
 
 from __future__ import annotations

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""transformers' callbacks as an observer: trackio, tensorboard, wandb and the rest come with them."""
+"""transformers' callbacks as an observer: trackio, tensorboard, wandb and the rest come with them.
+
+They watch only: what they ask for in their TrainerControl is not read.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from sparse_rl.train.observer import Observer
 if TYPE_CHECKING:
     from transformers import TrainerCallback
 
+    from sparse_rl.train.sft import SFTTrainer
     from sparse_rl.train.trainer import Trainer
 
 
@@ -24,7 +28,7 @@ class Callbacks(Observer):
             raise ValueError("trainer.report_to and callbacks need accelerate; pip install accelerate.") from error
         self.callbacks: list[Any] = [*_integrations(report_to), *callbacks]
 
-    def on_begin(self, trainer: Trainer) -> None:
+    def on_begin(self, trainer: Trainer | SFTTrainer) -> None:
         from transformers import TrainerControl, TrainerState, TrainingArguments
 
         config = trainer.config

@@ -11,6 +11,8 @@
 
 A checkpoint is there whole or not at all (`runfolder.publish`). There is no random state to keep: every random number
 is a function of the seed and the step.
+
+When one is due, and which is the best, is for `run.py` to say.
 """
 
 from __future__ import annotations

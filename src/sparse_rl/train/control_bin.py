@@ -5,6 +5,8 @@ A budget passes or fails when the share of bad tokens is beyond chance on one si
 it. While it is not known where the two meet, a bin goes down by one level, by two if it is twice as good as asked for,
 and up by up to four; then it stays at the cheapest that passed. It leaves that upwards if it fails by more than a tenth
 and beyond chance, and tries the next cheaper one if it has long been twice as good, less and less often if that fails.
+
+What bins do to each other is in `control.py`.
 """
 
 from __future__ import annotations

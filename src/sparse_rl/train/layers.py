@@ -4,6 +4,8 @@
 keep        all that the backward pass reads; fastest, and most memory
 recompute   each layer's input; the layer runs again in the backward pass, a third more work
 offload     the same, and the inputs wait in host memory
+
+The sampler compiles the same layers for itself, in rollout/decoder.py.
 """
 
 from __future__ import annotations

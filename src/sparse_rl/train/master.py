@@ -3,6 +3,8 @@
 
 At a learning rate of 1e-6 a bf16 parameter does not move, and bf16 sums over many microbatches are off by a percent. So
 the optimiser works on fp32 copies, and each microbatch's gradient is added to an fp32 buffer and freed at once.
+
+Masters in the host's memory are `offload.py`'s, sharded ones `shard.py`'s.
 """
 
 from __future__ import annotations

@@ -1,19 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who may watch a run: an observer is told what happens and changes nothing."""
+"""Who may watch a run: an observer is told what happens and changes nothing.
+
+The one in the terminal is in report/live.py, transformers' own are brought by `callbacks.py`.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sparse_rl.rollout import Progress
+
+if TYPE_CHECKING:  # which import this module
+    from sparse_rl.train.sft import SFTTrainer
+    from sparse_rl.train.trainer import Trainer
 
 
 class Observer:
     """Does nothing; override what you want to see."""
 
-    def on_begin(self, trainer: Any) -> None:
-        """Before the first step, or the first after a resume; it is given the Trainer or the SFTTrainer."""
+    def on_begin(self, trainer: Trainer | SFTTrainer) -> None:
+        """Before the first step, or the first after a resume."""
 
     def on_progress(self, stage: str, progress: Progress) -> None:
         """While sampling; the stage is "rollout", "baseline", "eval/dense" or "eval/sparse"."""

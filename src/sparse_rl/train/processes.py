@@ -3,6 +3,8 @@
 
 Every process knows the whole rollout batch and takes the same decisions from it; each samples, grades and learns from
 its share alone. What a process must not do by itself (write files, decide what to resume) the first one does for all.
+
+How work is dealt out is in `shares.py`, how weights are sharded in `shard.py`.
 """
 
 from __future__ import annotations

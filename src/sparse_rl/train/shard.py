@@ -5,6 +5,8 @@ The loaded module stays whole in every process and is the sampler's: no hooks, f
 good. The learner is a second module, fp32, of which a process holds its shard alone. A forward gathers one decoder
 layer after the other, rounded to the sampler's precision; a backward sums the gradients over processes in fp32. When a
 rollout batch has been learnt from, the new weights are gathered into the sampler's module, one parameter at a time.
+
+How the shards lie on disk is in `shard_files.py`.
 """
 
 from __future__ import annotations

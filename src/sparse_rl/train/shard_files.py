@@ -3,6 +3,8 @@
 
 Every process writes and reads its own part, and any number of processes can read what another number wrote. Names are
 masters.PARAMETER and optimizer.PARAMETER.KEY. The library is imported where it is used: it takes most of a second.
+
+The rest of a checkpoint is `checkpoint.py`'s.
 """
 
 from __future__ import annotations

@@ -4,6 +4,8 @@
 A run folder holds run.json (settings and machine), metrics.jsonl, completions.jsonl, rejected.jsonl and checkpoint-N,
 and bad_batches if an update was not finite.
 Every random number is a function of the seed and the step, so a resumed run is the run that was never stopped.
+
+An update is in `update.py`; where the run stands, and when it is saved, in `run.py`.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import json
 import logging
 import math
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from typing import Any
@@ -28,7 +31,7 @@ from sparse_rl.objective.correction import PRESETS, Correction, preset_name
 from sparse_rl.objective.loss import LossConfig
 from sparse_rl.objective.mismatch import overlap_ids
 from sparse_rl.objective.tail import BinTail
-from sparse_rl.rollout import Engine, EngineConfig, Sampling
+from sparse_rl.rollout import Engine, EngineConfig, Progress, Sampling
 from sparse_rl.rollout.memory import GuardedEngine
 from sparse_rl.score.base_head import BaseHead
 from sparse_rl.score.head import Head
@@ -130,6 +133,7 @@ class Trainer:
             processes=self.processes,
         )
         self.guards = Guards(first=self.processes.first)
+        # An Engine, called again with fewer rows where memory runs out: its `generate` is in rollout/memory.py.
         self.engine = GuardedEngine(loaded, self.kv, self.engine_config, self.guards, "rollout")
         self.guards.give_pool = self.engine.release
         self.alarms = Alarms()
@@ -384,8 +388,8 @@ class Trainer:
         for observer in self.observers:
             observer.on_stage(stage)
 
-    def _progress(self, stage: str) -> Any:
-        def show(progress: Any) -> None:
+    def _progress(self, stage: str) -> Callable[[Progress], None]:
+        def show(progress: Progress) -> None:
             self.guards.check()
             for observer in self.observers:
                 observer.on_progress(stage, progress)

@@ -7,6 +7,8 @@
 
 Rollouts whose loss is zero whatever the model says (no advantage, nothing to regularise) skip the backward, and all but
 a random sample of them the forward as well; the sample stands for them in the diagnostics.
+
+The formulas are in objective/loss.py and objective/correction.py, the optimiser in `learner.py`.
 """
 
 from __future__ import annotations
@@ -261,7 +263,9 @@ def _optimise(learner: Learner, batch: Batch, step: Step, max_tokens: int) -> tu
         logger.warning("all rollouts with an advantage ran into the length limit and are masked: nothing is learnt.")
     if batch.working and not used_tokens:
         logger.warning(
-            "all %d rollouts with a loss were rejected or masked: this update changes nothing.", len(batch.working)
+            "all %d rollouts with a loss, of %d, were rejected or masked: this update changes nothing.",
+            len(batch.working),
+            batch.num_rows,
         )
     metrics = {"loss": total_loss, "clip_ratio/region_mean": clipped / max(in_loss, 1.0)}
     if loss.beta > 0:
