@@ -11,6 +11,8 @@ import pytest
 from sparse_rl.model.tiny import tiny_tokenizer
 from sparse_rl.tasks import RowsConfig
 from sparse_rl.tasks.chain import chain_tokenizer
+from sparse_rl.tasks.files import read_table
+from sparse_rl.tasks.layouts import choose_layout
 from sparse_rl.tasks.templates import TEMPLATES
 
 USER = [{"role": "user", "content": "hi"}]
@@ -129,6 +131,14 @@ def test_a_row_that_does_not_fit_is_named(case, build, chatty):
     with pytest.raises(ValueError, match=message) as caught:
         build([row], chatty, **settings)
     assert "line 1 of" in str(caught.value)
+
+
+def test_a_csv_file_without_its_header_is_told_what_became_of_its_first_line(tmp_path):
+    (tmp_path / "a.csv").write_text("a=b1,3\nc=d2,4\n")
+    table = read_table(str(tmp_path / "a.csv"))
+    said = r"line 2 of .* has the columns a=b1, 3 \(its first line is read as their names\), which fit no layout"
+    with pytest.raises(ValueError, match=said):
+        choose_layout("auto", None, None, table.rows[0])
 
 
 def test_a_later_row_of_another_layout_is_named(build, chatty):
