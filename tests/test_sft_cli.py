@@ -54,7 +54,12 @@ def finished(arguments, tmp_path_factory):
 
 def test_a_run_writes_its_folder_and_says_how_it_goes(finished):
     folder, (code, out, err) = finished
-    assert (code, out) == (0, ""), err
+    assert code == 0, err
+    model = folder / "checkpoint-4"
+    assert out == (
+        f"the model is in {model}; sparse-rl train --model {model} ... goes on from it, sparse-rl report {folder} "
+        "makes a page of the run\n"
+    )
     lines = read_log(folder / "metrics.jsonl")
     assert [line["step"] for line in lines] == [0, 1, 2, 3, 4]
     assert lines[4]["eval/loss"] < lines[2]["eval/loss"] < lines[0]["eval/loss"]
@@ -65,6 +70,12 @@ def test_a_run_writes_its_folder_and_says_how_it_goes(finished):
     settings = json.loads((folder / "run.json").read_text())["config"]
     assert settings["model"] == "embedded" and settings["data"]["train_file"].endswith("warm.jsonl")
     assert settings["optimizer"]["learning_rate"] == 1e-4 and settings["trainer"]["steps"] == 4
+
+
+def test_its_report_is_of_losses(finished, tmp_path):
+    assert run("report", str(finished[0]), "--output", str(tmp_path / "page.html"))[0] == 0
+    page = (tmp_path / "page.html").read_text()
+    assert "Supervised learning" in page and "held-out loss" in page and "KV policy" not in page
 
 
 def test_a_second_run_in_the_folder_is_refused_and_changes_nothing(finished, arguments):

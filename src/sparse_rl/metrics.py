@@ -26,7 +26,7 @@ METRICS: dict[str, str] = {
     "step": "rollout batches learnt from so far; updates, if supervised",
     "num_tokens": "prompt and completion tokens so far",
     "learning_rate": "mean over the step's updates",
-    "loss": "of the step, mean over its updates",
+    "loss": "of the step, mean over its updates; if supervised, negative log-likelihood, mean over completion tokens",
     "grad_norm": "before clipping, mean over the step's updates",
     "kl": "k3 to the reference model, mean over the tokens it is computed on (only with loss.beta)",
     "clip_ratio/region_mean": "share of the tokens in the loss whose gradient the clip decides",

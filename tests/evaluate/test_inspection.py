@@ -182,6 +182,7 @@ def test_the_page_has_every_bit_and_escapes_the_text(by_hand):
             found = np.unpackbits(bits.reshape(count, 1, 2, 1), axis=-1)[..., :6]
             assert all((at_LKT == by_hand.firings[0].at_LKT).all() for at_LKT in found)
     assert "&lt;/script&gt;</span>" in page and page.count("<b></b>") == 2
+    assert "the orange bar in it is no character but where the prompt ends" in page
     assert page.count('class="low"') == 2 and 'title="position 5, never written, overlap 0.200"' in page
     assert "http" not in page
     options = {

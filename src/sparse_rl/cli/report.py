@@ -10,7 +10,7 @@ from pathlib import Path
 
 from sparse_rl.cli.parsing import make_parser, parse
 
-DESCRIPTION = """One self-contained HTML page with plots and tables of one or several runs.
+DESCRIPTION = """One self-contained HTML page with plots and tables of one or several runs, of `train` or of `sft`.
 
   sparse-rl report runs/first
   sparse-rl report runs/naive runs/sparse_rl --output comparison.html --png plots

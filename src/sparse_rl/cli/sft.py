@@ -68,7 +68,14 @@ def run(arguments: list[str]) -> None:
     quiet_bars()
     loaded = load(settings.model, dtype=dtype, device=settings.device)
     examples = data.build(loaded.tokenizer, end_ids(loaded), loaded.context)
-    SFTTrainer(loaded, examples, config=config, optimizer=optimizer, observers=(SupervisedLive(),)).train()
+    trainer = SFTTrainer(loaded, examples, config=config, optimizer=optimizer, observers=(SupervisedLive(),))
+    trainer.train()
+    if (newest := trainer.run.newest) is not None:
+        model, other = newest
+        print(
+            f"the model is in {model}{other}; sparse-rl train --model {model} ... goes on from it, sparse-rl report "
+            f"{model.parent} makes a page of the run"
+        )
 
 
 def _parser() -> ArgumentParser:

@@ -7,7 +7,6 @@ import logging
 import os
 import sys
 from dataclasses import asdict, fields
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparse_rl.cli.parsing import add_model, make_parser, model_dtype, parse, quiet_bars, refuse_null, show_warnings
@@ -129,7 +128,6 @@ def _train(settings: Namespace, task: Any, parts: dict[str, Any], processes: Pro
     from sparse_rl.model.load import load
     from sparse_rl.report.live import Live
     from sparse_rl.train import Trainer
-    from sparse_rl.train.checkpoint import checkpoints
     from sparse_rl.train.folder import check_folder
 
     show_warnings(logging.WARNING if processes.first else logging.ERROR)
@@ -152,11 +150,9 @@ def _train(settings: Namespace, task: Any, parts: dict[str, Any], processes: Pro
     built = processes.together(lambda: task.build(loaded.tokenizer, context=loaded.context, grading=grading))
     trainer = processes.together(lambda: Trainer(loaded, built, observers=(Live(),), processes=processes, **parts))
     trainer.train()
-    run = trainer.config.output_dir
-    if saved := checkpoints(Path(run)):  # of a run without steps there is none
-        best = trainer.run.best["checkpoint"]
-        other = f" (the best so far in {best})" if best and best != saved[-1].name else ""
-        print(f"the model is in {saved[-1]}{other}; sparse-rl report {run} makes a page of the run")
+    if (newest := trainer.run.newest) is not None:
+        model, other = newest
+        print(f"the model is in {model}{other}; sparse-rl report {model.parent} makes a page of the run")
 
 
 def _same_model(one: str, other: str) -> bool:

@@ -34,7 +34,8 @@ HELP = """Map: a position of the text at each x, time runs down; the darker, the
 read it; a cache that does not choose pages reads what it holds. Pale orange is held, but not read. The dashed line is
 where the answer begins. Below it, the overlap sum min(p_dense, p_sparse) at every token, from 0 to 1; thin lines are
 cuts. Below that, the text: the darker, the more of the time since it was written a token was read, over all layers and
-heads; what is underlined in orange has an overlap below 0.5. Layers that read everything are left out where others
+heads; the orange bar in it is no character but where the prompt ends, and what is underlined in orange has an overlap
+below 0.5. Layers that read everything are left out where others
 choose, unless they are picked."""
 LOW = 0.5
 

@@ -14,13 +14,15 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from sparse_rl.metrics import definition
-from sparse_rl.report.plots import MARKERS, PLOTS, POINTS, NoMatplotlib, Plot, draw_png, draw_svg, drawn, looks
+from sparse_rl.report.plots import MARKERS, POINTS, NoMatplotlib, Plot, draw_png, draw_svg, drawn, looks, plots_of
 from sparse_rl.report.runs import NONE, LoggedRun, Record, advice, differing, load_runs, summary
+from sparse_rl.report.unlike import cut_apart, incomparable
 from sparse_rl.runfolder import write_whole
 
 REJECTED, COMPLETIONS = 6, 8  # shown in all, shared out among the runs
 REJECTED_FACTS = ("step", "index", "sampler_logprob", "dense_logprob", "log_xi", "entries_held", "entries_dense")
 COMPLETION_FACTS = ("step", "reward", "advantage", "accepted", "finish_reason", "lowest_log_xi")
+UNSCORED = "lowest log xi not scored"
 
 CSS = """
 :root { color-scheme: light dark; }
@@ -58,6 +60,19 @@ PAGE = """<!DOCTYPE html>
 """
 ABOUT = """Reinforcement learning of a language model whose rollouts run on a sparse KV cache: what was learnt, how far
 the sampler was from the dense model, and what the cache saved."""
+ABOUT_SUPERVISED = """Supervised learning of completions, without rewards or a sparse cache: how unlikely the model
+finds the tokens of completions to imitate, those that it learns from and those that are held out."""
+SUMMARY = """Held-out reward is that of the first and of the last evaluation, ± one standard error over prompts; where
+the task's reward is 0 or 1, it is accuracy. Rejected, KV saved and length are means over all steps,
+tokens/s is their median."""
+SUMMARY_SUPERVISED = """Losses are means over completion tokens of the negative log-likelihood. Held-out loss is that of
+the first and of the last evaluation, – where nothing is held out (data.eval_file). Tokens/s, prompts included, is the
+median over the updates."""
+XI = """xi = pi_dense / pi_sparse of a sampled token: what the dense model gave it over what the sparse sampler gave it,
+with the same weights. It is 1 where the cache changes nothing, and small where the sampler took what the dense model
+hardly would."""
+SAMPLES = """Not scored: its advantage is 0, so there was nothing to learn from it, and the dense model did not read it
+(update.skip_zero_rows)."""
 
 
 class Html(str):
@@ -67,7 +82,7 @@ class Html(str):
 def write_report(folders: list[Path], output: Path, png: Path | None = None) -> None:
     """Write the page of these run folders and, into the folder `png`, a picture of each of its plots."""
     runs = load_runs(folders)
-    plots = [plot for plot in PLOTS if drawn(plot, runs)]
+    plots = plots_of(runs)
     write(output, page(runs, plots))
     if png is not None:
         for plot in plots:
@@ -82,10 +97,10 @@ def write(path: Path, content: str | bytes) -> None:
 
 def page(runs: list[LoggedRun], plots: list[Plot]) -> str:
     """The whole document."""
-    notes = [f'<p class="note">{markup(f"{run.name}: {note}")}</p>' for run in runs for note in advice(run)]
-    parts = (*notes, _summary(runs), _plots(runs, plots), _settings(runs), _definitions(runs, plots))
+    parts = (*_notes(runs), _summary(runs), _plots(runs, plots), _settings(runs), _definitions(runs, plots))
     body = "\n".join((*parts, _rejected(runs), _completions(runs)))
-    return document(_cut(", ".join(run.name for run in runs), 100, 0), ABOUT, body)
+    about = ABOUT_SUPERVISED if runs[0].supervised else ABOUT
+    return document(_cut(", ".join(run.name for run in runs), 100, 0), about, body)
 
 
 def document(title: str, about: str, body: str) -> str:
@@ -112,15 +127,22 @@ def picture(draw: Callable[[], str]) -> Html:
         return Html(f"<p><small>{markup(str(error))}</small></p>")
 
 
+def _notes(runs: list[LoggedRun]) -> list[Html]:
+    """What the reader should know before the numbers."""
+    notes = [f"{run.name}: {note}" for run in runs for note in advice(run)]
+    if unlike := incomparable(runs):
+        notes.insert(0, unlike)
+    return [Html(f'<p class="note">{markup(note)}</p>') for note in notes]
+
+
 def _summary(runs: list[LoggedRun]) -> Html:
     facts = [summary(run) for run in runs]
     rows = [(name, *fact.values()) for name, fact in zip(_names(runs), facts, strict=True)]
-    return Html(
-        f"<h2>Summary</h2>\n{table(('run', *facts[0]), rows, 'summary')}\n"
-        "<p><small>Held-out reward is that of the first and of the last evaluation, ± one standard error over prompts; "
-        "where the task's reward is 0 or 1, it is accuracy. Rejected, KV saved and length are means over all steps, "
-        "tokens/s is their median.</small></p>"
-    )
+    said = [SUMMARY_SUPERVISED if runs[0].supervised else SUMMARY]
+    if cut := cut_apart(runs):
+        said.append(cut)
+    head = ("run", *facts[0])
+    return Html(f"<h2>Summary</h2>\n{table(head, rows, 'summary')}\n<p><small>{markup(' '.join(said))}</small></p>")
 
 
 def _plots(runs: list[LoggedRun], plots: list[Plot]) -> Html:
@@ -150,8 +172,11 @@ def _settings(runs: list[LoggedRun]) -> Html:
 
 def _definitions(runs: list[LoggedRun], plots: list[Plot]) -> Html:
     shown = [metric for plot in plots for metric in drawn(plot, runs)]
-    rows = [(name, definition(name) or NONE) for name in [*shown, "rollout/tokens_per_s"]]
-    return Html(f"<h2>Metrics</h2>\n{table(('metric', 'meaning'), rows)}")
+    supervised = runs[0].supervised
+    shown.append("train/tokens_per_s" if supervised else "rollout/tokens_per_s")
+    rows = [(name, definition(name) or NONE) for name in shown]
+    ratio = "" if supervised else f"<p>{markup(XI)}</p>\n"
+    return Html(f"<h2>Metrics</h2>\n{ratio}{table(('metric', 'meaning'), rows)}")
 
 
 def _rejected(runs: list[LoggedRun]) -> Html:
@@ -180,15 +205,22 @@ def _completions(runs: list[LoggedRun]) -> Html:
         for run in runs
         for record in run.completions[:half] + run.completions[half:][-half:]  # the first and the last
     ]
-    return Html(
-        f"<h2>Samples</h2>\n<details><summary>Some completions</summary>\n{''.join(found)}</details>" if found else ""
-    )
+    if not found:
+        return Html("")
+    told = f"<p><small>{markup(SAMPLES)}</small></p>\n" if any(UNSCORED in each for each in found) else ""
+    return Html(f"<h2>Samples</h2>\n<details><summary>Some completions</summary>\n{told}{''.join(found)}</details>")
 
 
 def _sample(run: LoggedRun, record: Record, facts: tuple[str, ...], text: str) -> Html:
-    said = ", ".join(f"{fact.replace('_', ' ')} {_shown(record[fact])}" for fact in facts if fact in record)
+    said = ", ".join(_said(fact, record) for fact in facts if fact in record)
     prompt = markup(_cut(_text(record, "prompt"), 160, 240))
     return Html(f"<p>{markup(run.name)}: {markup(said)}</p>\n<pre><small>{prompt}</small>\n{markup(text)}</pre>\n")
+
+
+def _said(fact: str, record: Record) -> str:
+    if fact == "lowest_log_xi" and record[fact] is None and record.get("accepted"):  # rejected, it is minus infinity
+        return UNSCORED
+    return f"{fact.replace('_', ' ')} {_shown(record[fact])}"
 
 
 def _names(runs: list[LoggedRun]) -> list[Html]:

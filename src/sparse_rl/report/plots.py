@@ -36,11 +36,14 @@ class Plot:
     metrics: dict[str, str]  # and what each is called in the plot
     scale: Literal["linear", "zero", "share", "overlap", "log", "evaluation"] = "linear"
     compared: int = 4  # how many of the metrics are drawn for several runs
+    target: str = ""  # setting that says where the values should be
 
 
 XI = {f"mismatch/xi_{stat}": stat for stat in ("p01", "p05", "p50", "p99")}
 REJECTED = {"correction/rejection_rate": "rejected", "mismatch/catastrophic_rollout_frac": "any xi < 1e-4"}
+TAIL = {"tail/overlap_lowest": "5th percentile"}
 OVERLAP = {f"mismatch/overlap_{stat}": stat for stat in ("mean", "p05", "p01")}
+GRAD_NORM = Plot("grad_norm", "Gradient norm", {"grad_norm": "mean"})
 PLOTS = (
     Plot("reward", "Training reward", {"reward": "mean"}),
     Plot("dense", "Held-out reward, dense cache (± 1 s.e.)", {"eval/dense/reward": "mean"}, "evaluation"),
@@ -48,11 +51,16 @@ PLOTS = (
     Plot("rejection", "Rejected completions", REJECTED, "share"),
     Plot("xi", "Ratio xi", XI, "log", compared=1),
     Plot("overlap", "Overlap", OVERLAP, "overlap"),
-    Plot("tail", "Lowest tail of overlap over context lengths", {"tail/overlap_lowest": "5th percentile"}, "overlap"),
+    Plot("tail", "Lowest tail of overlap over contexts", TAIL, "overlap", target="control.target"),
     Plot("length", "Completion length, tokens", {"completions/mean_length": "mean"}, "zero"),
     Plot("kv", "KV, of a dense cache", {"kv/saved_frac": "saved", "kv/peak_frac": "peak"}, "share"),
     Plot("kl", "Mismatch KL", {"rollout_corr/kl": "k1", "rollout_corr/k3_kl": "k3"}),
-    Plot("grad_norm", "Gradient norm", {"grad_norm": "mean"}),
+    GRAD_NORM,
+)
+SUPERVISED_PLOTS = (
+    Plot("loss", "Training loss", {"loss": "mean"}),
+    Plot("held_out_loss", "Held-out loss", {"eval/loss": "mean"}),
+    GRAD_NORM,
 )
 
 STYLE: dict[str, Any] = {
@@ -75,6 +83,22 @@ STYLE: dict[str, Any] = {
         ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color", "grid.color"), INK
     ),
 }
+
+
+def plots_of(runs: list[LoggedRun]) -> list[Plot]:
+    """Those that these runs have something to draw of."""
+    plots = SUPERVISED_PLOTS if runs[0].supervised else PLOTS
+    return [plot for plot in plots if drawn(plot, runs)]
+
+
+def target_of(plot: Plot, runs: list[LoggedRun]) -> float | None:
+    """Where the values should be, if these runs say so with one voice."""
+    asked = {run.settings.get(plot.target) for run in runs if any(map(run.series, plot.metrics))}
+    try:
+        (value,) = asked
+        return None if value is None else float(value)
+    except ValueError:  # several, or no number
+        return None
 
 
 def drawn(plot: Plot, runs: list[LoggedRun]) -> list[str]:
@@ -173,7 +197,10 @@ def _figure(plot: Plot, runs: list[LoggedRun]) -> Figure:
             every = 1 if errors else max(1, len(steps) // 8)
             axes.errorbar(steps, values, errors, color=colour, ls=dash, marker=marker, markevery=every, capsize=2)
         axes.plot([], [], color=INK if several else metric_look[0], ls=dash, label=plot.metrics[metric])
-    if len(plot.metrics) > 1:
+    if (target := target_of(plot, runs)) is not None:
+        line = axes.axhline(target, color=INK, ls=(0, (6, 3)), lw=0.9, label=f"target {target:g}")
+        axes.legend(handles=[line], loc="lower right", bbox_to_anchor=(1.02, 0.98))
+    elif len(plot.metrics) > 1:
         axes.legend(loc="lower right", bbox_to_anchor=(1.02, 0.98), ncols=len(metrics))
     if plot.scale == "log":
         low, high = axes.dataLim.intervaly

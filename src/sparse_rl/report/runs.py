@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -20,6 +21,8 @@ from sparse_rl.metrics import MANY_ANOMALOUS, REMEDIES, read_log
 LAST = 10  # steps the summary's reward is a mean over
 NOTHING_SAVED = 0.0005  # below this there is advice to give
 NONE = "–"
+OTHERS = {"eval.json": "an evaluation", "calibration.json": "a calibration"}  # whose record a folder may have
+CHECKPOINT = "trainer_state.json"
 
 Record = dict[str, Any]
 
@@ -36,6 +39,12 @@ class LoggedRun:
     metrics: list[Record]
     completions: list[Record]
     rejected: list[Record]
+
+    @property
+    def supervised(self) -> bool:
+        """Whether it learnt completions (`sparse-rl sft`), not rewards."""
+        sections = {name.partition(".")[0] for name in self.settings}
+        return "data" in sections and "task" not in sections
 
     @property
     def num_steps(self) -> int:
@@ -71,7 +80,14 @@ def load_runs(folders: list[Path]) -> list[LoggedRun]:
     distinct: dict[Path, Path] = {}
     for folder in folders:
         distinct.setdefault(folder.resolve(), folder)
-    return [_load(folder, name) for folder, name in zip(distinct.values(), _names(list(distinct)), strict=True)]
+    runs = [_load(folder, name) for folder, name in zip(distinct.values(), _names(list(distinct)), strict=True)]
+    kinds = {run.supervised: folder for run, folder in zip(runs, distinct.values(), strict=True)}
+    if len(kinds) > 1:
+        raise ValueError(
+            f"{kinds[True]} learnt completions (sft) and {kinds[False]} rewards (train), which have no number in "
+            "common; report them separately."
+        )
+    return runs
 
 
 def differing(runs: list[LoggedRun]) -> list[str]:
@@ -82,13 +98,19 @@ def differing(runs: list[LoggedRun]) -> list[str]:
 
 def summary(run: LoggedRun) -> dict[str, str]:
     """The run in a line: what it was, what it learnt, what it cost."""
-    policy, budget, planned = (run.settings.get(name, "null") for name in ("kv.policy", "kv.budget", "trainer.steps"))
+    if run.supervised:
+        return {
+            "steps": _steps(run),
+            f"loss, last {LAST}": _number(run.mean("loss", LAST), ".3f"),
+            "held-out loss": _first_and_last(run.with_error("eval/loss")),
+            "tokens/s": _number(run.median("train/tokens_per_s"), ",.0f"),
+        }
+    policy, budget = (run.settings.get(name, "null") for name in ("kv.policy", "kv.budget"))
     budget = "auto" if run.settings.get("control.auto") == "true" else budget
-    steps = str(run.num_steps)
     return {
         "KV policy": policy if policy == "full" or budget == "null" else f"{policy}, budget\u00a0{budget}",
         "correction": run.settings.get("correction.preset", NONE),
-        "steps": steps if planned in ("null", steps) else f"{steps}\u00a0of\u00a0{planned}",
+        "steps": _steps(run),
         "held-out reward, dense cache": _first_and_last(run.with_error("eval/dense/reward")),
         "held-out reward, sparse cache": _first_and_last(run.with_error("eval/sparse/reward")),
         f"reward, last {LAST}": _number(run.mean("reward", LAST), ".3f"),
@@ -125,6 +147,11 @@ def advice(run: LoggedRun) -> list[str]:
     return found
 
 
+def _steps(run: LoggedRun) -> str:
+    steps, planned = str(run.num_steps), run.settings.get("trainer.steps", "null")
+    return steps if planned in ("null", steps) else f"{steps}\u00a0of\u00a0{planned}"
+
+
 def _first_and_last(points: list[tuple[float, float, float]]) -> str:
     shown = [
         f"{value:.3f}" if math.isnan(error) else f"{value:.3f}\u00a0±\u00a0{error:.3f}"
@@ -155,7 +182,8 @@ def _read(path: Path, needed: bool = True) -> list[Record]:
     except (FileNotFoundError, NotADirectoryError):
         if not needed:
             return []
-        raise ValueError(f"{path.parent} is no run folder, it has no {path.name}; give a training run's.") from None
+        what = _other(path.parent) or f"it has no {path.name}; give a training run's"
+        raise ValueError(f"{path.parent} is no run folder, {what}.") from None
     except OSError as error:
         raise ValueError(f"{path} cannot be read ({error.strerror}); mend it or leave its run out.") from error
     except ValueError as error:
@@ -163,6 +191,19 @@ def _read(path: Path, needed: bool = True) -> list[Record]:
     if not all(isinstance(record, dict) for record in records):
         raise ValueError(f"{path} holds something other than JSON objects; mend it or leave its run out.")
     return records
+
+
+def _other(folder: Path) -> str | None:
+    """What else a folder is, and where its report or its run is."""
+    for record, what in OTHERS.items():
+        if (folder / record).is_file():
+            if (folder / "report.html").is_file():
+                return f"but {what}, which has its own report.html in it; open that"
+            return f"but {what}, which writes its own report.html into it; go on with it (--resume)"
+    if (folder / CHECKPOINT).is_file():
+        run = Path(os.path.normpath(folder / ".."))
+        return "but a checkpoint; " + (f"its run is {run}" if (run / "run.json").is_file() else "give the run it is of")
+    return None
 
 
 def _names(folders: list[Path]) -> list[str]:

@@ -93,6 +93,15 @@ class Run:
         """The trainer's, as records have them."""
         return as_settings(self.trainer.settings())
 
+    @property
+    def newest(self) -> tuple[Path, str] | None:
+        """The newest checkpoint, and a word on the best where that is another; None where there is none."""
+        found = checkpoint.checkpoints(self.folder)
+        if not found:  # of a run without steps
+            return None
+        best = self.best["checkpoint"]
+        return found[-1], f" (the best so far in {best})" if best and best != found[-1].name else ""
+
     def evaluates(self, every: int) -> bool:
         """Whether this step is evaluated: the first, the last, and every so many."""
         return self.step in (0, self.config.steps) or (every > 0 and self.step % every == 0)
