@@ -66,20 +66,40 @@ def test_a_folder_of_something_else_is_refused_and_hidden_files_are_nothing(tmp_
 
 def test_a_file_that_cannot_be_written_leaves_no_part_of_it(tmp_path):
     (tmp_path / "page").mkdir()
-    with pytest.raises(OSError, match=r"page could not be written \(it is no file\); make room"):
+    with pytest.raises(OSError, match=r"page could not be written \(it is no file\); give another place for it"):
         write_whole(tmp_path / "page", "text")
     assert [path.name for path in tmp_path.iterdir()] == ["page"]
 
 
-def test_a_device_stays_one_and_a_link_leads_where_it_led(tmp_path):
+def test_a_device_stays_one_and_a_link_leads_where_it_led(tmp_path, monkeypatch):
+    rename = os.rename
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(OSError, match=r"pipe could not be written \(it is no file\); give another place"):
         write_whole(tmp_path / "pipe", "text", "give another place")
     assert (tmp_path / "pipe").is_fifo()
     (tmp_path / "far").mkdir()
     (tmp_path / "near").symlink_to(tmp_path / "far" / "page")
+    on_disk = []
+    monkeypatch.setattr("sparse_rl.runfolder._to_disk", on_disk.append)
+    monkeypatch.setattr(
+        "sparse_rl.runfolder.os.replace", lambda part, place: on_disk.append(part) or rename(part, place)
+    )
     write_whole(tmp_path / "near", "text")
     assert (tmp_path / "near").is_symlink() and (tmp_path / "far" / "page").read_text() == "text"
+    assert on_disk == [tmp_path / "far" / ".page.part", tmp_path / "far"], "all in the file's own folder"
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    for name in ("loop", "n" * 300):
+        with pytest.raises(OSError, match=f"{name} could not be written"):
+            write_whole(tmp_path / name, "text")
+
+
+def test_a_folder_that_stood_aside_for_another_is_removed(tmp_path):
+    folder, aside = tmp_path / "model", tmp_path / "model.old"
+    for text in ("older", "newer"):
+        unfinished(folder).mkdir()
+        (unfinished(folder) / "file").write_text(text)
+        publish(unfinished(folder), folder)
+    assert (folder / "file").read_text() == "newer" and not aside.exists()
 
 
 def test_a_file_that_is_written_again_is_the_older_one_until_it_is_on_disk(tmp_path, monkeypatch):

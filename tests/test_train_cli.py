@@ -80,6 +80,8 @@ def test_a_checkpoint_of_another_folder_says_which(finished, tmp_path):
     given[-1] = str(tmp_path / "other" / "checkpoint-2")
     result = train(*CHAIN, *given)
     assert_one_sentence(result, "there is no run to resume", f"give --trainer.output_dir {tmp_path / 'other'}.")
+    result = train(*CHAIN, *given[:-1], str(finished[0]))  # the run itself
+    assert_one_sentence(result, "there is no run to resume", f"give --trainer.output_dir {finished[0]}.")
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "rejected.jsonl", "checkpoint-3/model.safetensors"])

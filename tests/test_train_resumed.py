@@ -9,6 +9,8 @@ import shutil
 import pytest
 from commands import assert_one_sentence, run
 
+from sparse_rl.kv.schedule import load as load_schedule
+
 ROW = '{"prompt": "a=b1;b=a2;a|", "answer": "3"}\n'
 REWARD = "def mine(completions, **_):\n    return [float('3' in text) for text in completions]\n"
 GIVEN = (
@@ -51,9 +53,34 @@ def test_a_model_in_a_folder_is_named_too(begun, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("rows.jsonl", "reward.py"):
         shutil.copy(begun / name, tmp_path)
-    (begun / "rkv").mkdir()  # which is no setting's, whatever its name
-    resumed = run("train", "--trainer.output_dir", str(begun / "tuned"), *RESUME)
-    assert_one_sentence(resumed, f"was started in {begun}, where mine is; resume it from there")
+    resume = ["train", "--trainer.output_dir", str(begun / "tuned"), *RESUME]
+    assert_one_sentence(run(*resume), f"was started in {begun}, where mine is; resume it from there")
+    for name in ("rkv", "rows", "mine2"):  # folders that bear a setting's name
+        (begun / name).mkdir()
+    shutil.copytree(begun / "mine", tmp_path / "mine")
+    code, _, err = run(*resume)
+    assert code == 0 and "steps 1 to 2" in err, err
+
+
+def test_a_folder_of_a_built_in_models_name_is_another_thing(begun, tmp_path, monkeypatch):
+    (begun / "embedded").mkdir()
+    monkeypatch.chdir(tmp_path)
+    for name in ("rows.jsonl", "reward.py"):
+        shutil.copy(begun / name, tmp_path)
+    code, _, err = run("train", "--trainer.output_dir", str(begun / "run"), *RESUME)
+    assert code == 0 and "steps 1 to 2" in err, err
+
+
+def test_a_data_set_in_a_folder_is_named_too(begun, tmp_path, monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    datasets.Dataset.from_list([json.loads(ROW)]).save_to_disk(begun / "saved")
+    given = [*GIVEN.split(), "--kv.budget", "12", "--task.train_file", "saved", "--trainer.output_dir", "of_saved"]
+    code, _, err = run("train", *given)
+    assert code == 0, err
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(begun / "reward.py", tmp_path)
+    resumed = run("train", "--trainer.output_dir", str(begun / "of_saved"), *RESUME)
+    assert_one_sentence(resumed, f"was started in {begun}, where saved is; resume it from there")
 
 
 def test_a_schedule_that_is_gone_is_as_it_was_read(begun):
@@ -61,6 +88,15 @@ def test_a_schedule_that_is_gone_is_as_it_was_read(begun):
     code, _, err = run("train", "--trainer.output_dir", "run", *RESUME)
     assert code == 0 and "steps 1 to 2" in err, err
     assert json.loads((begun / "run" / "run.json").read_text())["config"]["kv"]["budget"] == "12@0+20@16"
+
+
+def test_a_schedule_that_has_changed_is_read_again(begun, caplog):
+    (begun / "cal" / "schedule.json").write_text(json.dumps({"starts": [0, 16], "budgets": [14, 20]}))
+    load_schedule.cache_clear()
+    code, _, err = run("train", "--trainer.output_dir", "run", *RESUME)
+    assert code == 0, err
+    kv = json.loads((begun / "run" / "run.json").read_text())["config"]["kv"]
+    assert (kv["budget"], kv["schedule"]["budgets"]) == ("cal/schedule.json", [14, 20])
 
 
 def test_two_schedules_of_any_name_that_are_gone_are_as_they_were_read(begun):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 import re
-import reprlib
 from collections.abc import Mapping
 from dataclasses import MISSING, fields, replace
 from difflib import get_close_matches
@@ -80,8 +79,9 @@ def build_task(section: Namespace) -> TaskConfig:
     for key in given:
         if key not in known:
             other = next((name for name, task in TASKS.items() if key in {field.name for field in fields(task)}), None)
-            given_too = "task.train_file" if other == "rows" else f"task.name {other}"
-            takes = f"{other!r} has it: give {given_too} too" if other else f"it takes {', '.join(known)}"
+            lacks_file = other == "rows" and "train_file" not in given
+            remedy = "give task.train_file too" if lacks_file else f"give task.name {other}, or leave it out"
+            takes = f"{other!r} has it: {remedy}" if other else f"it takes {', '.join(known)}"
             raise ValueError(f"task.{key} is not a setting of the task {name!r}; {takes}.")
     built: TaskConfig = task(**_tuples(task, given))
     return built
@@ -196,7 +196,9 @@ def suggest(message: str, parser: ArgumentParser, more_names: tuple[str, ...] = 
     kinds = [kind for kind in re.findall(r"<class '(\w+)'>", asked) if kind not in ("NoneType", "str")]
     if wrong and kinds:
         hint = "; infinity is written .inf" if wrong[2].strip("-'\"").lower() in ("inf", "infinity") else ""
-        return (
-            f"{wrong[1]} is {reprlib.repr(wrong[2])}, which is not of type {' or '.join(dict.fromkeys(kinds))}{hint}."
-        )
+        return f"{wrong[1]} is {_cut(wrong[2])!r}, which is not of type {' or '.join(dict.fromkeys(kinds))}{hint}."
     return message
+
+
+def _cut(value: str) -> str:
+    return value if len(value) <= 80 else f"{value[:77]}..."

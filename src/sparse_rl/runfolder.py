@@ -138,9 +138,9 @@ def as_settings(settings: dict[str, Any]) -> dict[str, Any]:
 
 def write_whole(path: Path, content: str | bytes | memoryview, remedy: str = MAKE_ROOM) -> None:
     """All of it or nothing: a reader never meets half a file, and it is on disk when this returns."""
-    place = path.resolve()  # of a link, what it leads to
-    if place.exists() and not place.is_file():  # a device, which would be a file then
-        raise OSError(f"{path} could not be written (it is no file); {remedy}.")
+    place = Path(os.path.realpath(path))  # of a link, what it leads to
+    if os.path.lexists(place) and not os.path.isfile(place):  # a device, which would become a file
+        raise OSError(f"{path} could not be written (it is no file); give another place for it.")
     part = place.with_name(f".{place.name}.part")
     try:
         with open(part, "wb") as file:

@@ -56,6 +56,8 @@ def small():
 
 def test_a_killed_calibration_goes_on_to_the_same_schedule(small, tmp_path):
     whole = calibrate(small, tmp_path / "whole")
+    longest = json.loads((tmp_path / "whole" / "schedule.json").read_text())["longest"]
+    assert longest == max(len(prompt.ids) for prompt in small.prompts) + small.sampling.max_tokens
     with pytest.raises(KeyboardInterrupt):
         calibrate(small, tmp_path / "killed", observer=Watcher(stop=3))
     kept = {path.name: path.read_bytes() for path in (tmp_path / "killed" / "runs").iterdir()}

@@ -89,7 +89,9 @@ def test_a_schedule_that_another_policy_was_calibrated_with_is_said(tmp_path, ca
     made(kv=("full", f"rkv:{path}"))
     assert not caplog.records
     made(kv=("full", f"snapkv:{path}"))
-    assert [record.getMessage().partition(" was ")[2] for record in caplog.records] == ["found with rkv, not snapkv."]
+    assert [record.getMessage().partition(" was ")[2] for record in caplog.records] == [
+        "found with rkv, not snapkv; calibrate with the policy it is used with."
+    ]
 
 
 def test_settings_follow_the_protocol_but_for_what_is_given():

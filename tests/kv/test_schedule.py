@@ -16,7 +16,7 @@ from schedules import named, names
 
 from sparse_rl.bench.work import steps_to_fill
 from sparse_rl.kv import RKV, Streaming, build_policy, policy_record
-from sparse_rl.kv.schedule import Schedule, constant, load, published, save
+from sparse_rl.kv.schedule import Origin, Schedule, beyond, constant, is_path, load, origin, published, save
 from sparse_rl.rollout.scheduler import entries_reached
 from sparse_rl.rollout.sequence import Sequence
 
@@ -96,7 +96,24 @@ def test_a_schedule_found_with_other_settings_is_said(tmp_path, caplog):
     build_policy("snapkv", budget=str(path), interval=16)
     settings, policy = (record.getMessage() for record in caplog.records)
     assert "schedule.json was found with interval 8 (here 16); calibrate with the settings" in settings
-    assert "schedule.json was found with rkv, not snapkv." in policy
+    assert "schedule.json was found with rkv, not snapkv; calibrate with the policy" in policy
+
+
+def test_what_a_file_says_of_where_it_comes_from(tmp_path):
+    path = tmp_path / "s.json"
+    save(constant(64), path, longest=240, model="m")
+    assert origin(str(path)) == Origin(kv={}, model="m", longest=240)
+    assert beyond(str(path), 240) == "" and "up to a context of 240 tokens" in beyond(str(path), 241)
+    save(constant(64), path, longest=True, model=3, kv=[])
+    assert origin(str(path)) == Origin(kv={}) == origin("sparrow/qwen3-1.7b-0.86") == origin(64) == origin("nowhere")
+
+
+@pytest.mark.parametrize(
+    ("budget", "path"),
+    [(512, False), ("auto", False), ("512@0+1024@2000", False), ("sparrow/qwen3-4b-0.86", False), ("gone", True)],
+)
+def test_which_budgets_name_files(budget, path):
+    assert is_path(budget) is path
 
 
 def test_a_file_that_cannot_be_written_whole_leaves_the_one_before(tmp_path, monkeypatch):

@@ -105,7 +105,9 @@ def test_the_page_begins_with_what_it_comes_to():
         records += made_up.seeds("short", arm, 40, four, updates_per_rollout=4)
     said = dict(line.removeprefix("- **").split(":** ") for line in in_short(Evidence(tuple(records))))
     assert said["Of the dense arm's accuracy sparse_rl keeps"] == (
-        "short (completions of 180 tokens in the dense arm): " + ", ".join(["95 % with 50 % of KV saved"] * 3) + "."
+        "short (completions of 180 tokens in the dense arm, over all steps): "
+        + ", ".join(["95 % with 50 % of KV saved"] * 3)
+        + "."
     )
     (lost,) = (text for title, text in said.items() if title.startswith("Runs that collapse"))
     assert lost == "short: naive 9 of 9, sparse_rl 0 of 9."  # without the extreme budget, which naive does not have

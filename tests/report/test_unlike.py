@@ -19,7 +19,7 @@ from sparse_rl.report.runs import CHECKPOINT, OTHERS, load_runs, summary
 from sparse_rl.train.checkpoint import STATE
 
 TASK = {"name": "rows", "train_file": "a.jsonl", "rewards": ["math"], "grading": {"workers": 2, "timeout_s": 5.0}}
-EVAL = {"every": 10, "prompts": 64, "seed": 0}
+EVAL = {"every": 10, "prompts": 64, "seed": 0, "n": 1}
 DATA = {"train_file": "warm.jsonl", "eval_file": "held_out.jsonl", "train_sha256": "0a"}
 
 
@@ -74,12 +74,26 @@ def test_what_nobody_evaluated_is_not_compared(tmp_path):
     assert note == "These runs differ in task.train_file: their rewards cannot be compared."
 
 
+def test_what_an_older_run_did_not_say_is_no_difference(tmp_path):
+    assert notes(tmp_path, asked(), asked(eval={"top_p": 0.9})) == []
+
+
+def test_one_evaluated_run_of_two_has_nothing_to_be_compared_with(tmp_path):
+    lines = [training(1)], [training(0), training(1)]
+    settings = asked(), asked(task={"train_file": "b.jsonl"})
+    runs = [write_run(tmp_path / str(i), *given) for i, given in enumerate(zip(lines, settings, strict=True))]
+    assert "differ in task.train_file: their rewards cannot" in report(*runs)
+
+
 def test_a_file_is_known_by_what_is_in_it(tmp_path):
     def other(path: str, digest: str) -> dict[str, Any]:
         return asked(task={"train_file": path, "train_sha256": digest})
 
     assert notes(tmp_path / "a", other("a.jsonl", "0a"), other("copies/a.jsonl", "0a")) == []
     (note,) = notes(tmp_path / "b", other("a.jsonl", "0a"), other("a.jsonl", "0b"))
+    assert note.startswith("These runs differ in task.train_file: their training rewards")
+    unsaid = asked(task={"train_file": "c.jsonl"})
+    (note,) = notes(tmp_path / "c", other("a.jsonl", "0a"), unsaid)
     assert note.startswith("These runs differ in task.train_file: their training rewards")
 
 

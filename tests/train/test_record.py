@@ -9,12 +9,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from sparse_rl.kv import RKV
 from sparse_rl.model.load import load
 from sparse_rl.tasks import Graded
 from sparse_rl.train import record
-from sparse_rl.train.record import rejected_records, repetition, rollout_metrics
+from sparse_rl.train.record import rejected_records, repetition, rollout_metrics, warn
 from sparse_rl.train.update import Updated
-from sparse_rl.types import KVStats
+from sparse_rl.types import KVStats, Prompt
 
 
 def test_rollout_metrics_by_hand():
@@ -86,3 +87,26 @@ def test_a_rejected_record_by_hand(place, held):
     assert record["entries_held"] == held and record["index"] == place
     assert record["before"] + record["token"] + record["after"] == "abcdefg"
     assert record["token"] == "defg"[place] and record["entries_dense"] == 3 + place
+
+
+@pytest.mark.parametrize(
+    ("interval", "protect", "said"),
+    [
+        (8, False, "holds 20 entries, and is cut when it holds 48 (40 + kv.interval 8); a smaller kv.budget would"),
+        (10, False, "is cut when it holds 50 (40 + kv.interval 10); a smaller kv.interval (and kv.budget) would"),
+        (8, True, "is cut when it holds 63 (55 + kv.interval 8); a smaller kv.budget would"),
+    ],
+    ids=["budget", "interval", "with its prompt"],
+)
+def test_what_keeps_a_cache_from_being_cut(interval, protect, said, caplog):
+    """Of a prompt of 15 tokens and one of 2, answers of 6 and 9: the longest sequence is not the longest answer."""
+    kv = SimpleNamespace(num_compressions=0)
+    lengths = ((15, 6), (2, 9))
+    rollouts = [SimpleNamespace(prompt=Prompt(ids=(0,) * p), token_ids=torch.arange(n), kv=kv) for p, n in lengths]
+    graded = Graded(rewards=torch.zeros(2).double(), by_function={})
+    policy, warned = RKV(budget=40, interval=interval, protect_prompt=protect), set()
+    for _ in range(2):
+        warn(rollouts, graded, policy, False, warned)
+    assert len(caplog.records) == 1 and said in caplog.text and warned == {"budget"}
+    warn(rollouts, graded, None, False, set())
+    assert len(caplog.records) == 1

@@ -165,7 +165,9 @@ def test_a_checkpoint_that_does_not_say_all_is_refused(whole, tmp_path, key):
 
 
 @pytest.mark.parametrize(
-    "damage", [{"logs": None}, {"step": "two"}, {"files": {}}, {"settings": []}, {"digest": None}], ids=str
+    "damage",
+    [{"logs": None}, {"step": "two"}, {"best": {}}, {"files": {}}, {"settings": []}, {"digest": None}],
+    ids=str,
 )
 def test_a_record_that_is_not_what_was_written_is_refused_and_no_log_is_cut(whole, tmp_path, damage):
     run = tmp_path / "run"
@@ -226,7 +228,7 @@ def test_a_run_killed_while_it_goes_back_resumes(whole, tmp_path, count):
 
 
 def test_a_full_disk_at_the_start_asks_for_a_new_start(tmp_path, monkeypatch):
-    """There is no run to resume as long as run.json is missing."""
+    """There is no run to resume as long as run.json is missing, and no checkpoint is there."""
 
     def full(descriptor):
         raise OSError(28, "No space left on device")
@@ -236,6 +238,12 @@ def test_a_full_disk_at_the_start_asks_for_a_new_start(tmp_path, monkeypatch):
         with pytest.raises(OSError, match=r"run.json could not be written \(.*make room on the disk, then start again"):
             small_trainer(tmp_path / "run").train()
     small_trainer(tmp_path / "run", steps=1).train()
+    (tmp_path / "run" / "run.json").unlink()
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", full)
+        with pytest.raises(OSError, match=r"run.json could not be written \(.*make room on the disk, then resume"):
+            small_trainer(tmp_path / "run", steps=2, resume_from_checkpoint=True).train()
+    small_trainer(tmp_path / "run", steps=2, resume_from_checkpoint=True).train()
     assert (tmp_path / "run" / "run.json").exists()
 
 

@@ -23,7 +23,7 @@ from sparse_rl.objective.loss import LossConfig
 from sparse_rl.rollout import EngineConfig, Sampling
 from sparse_rl.runfolder import command
 from sparse_rl.tasks import Rewards, Rows
-from sparse_rl.train import OptimizerConfig, UpdateConfig
+from sparse_rl.train import ControlConfig, OptimizerConfig, UpdateConfig
 from sparse_rl.train.processes import Processes
 
 
@@ -106,6 +106,12 @@ def test_a_budget_above_all_lengths_is_warned_of_once(tmp_path, caplog):
     assert caplog.text.count("no cache was ever cut") == 1
     lines = read_log(tmp_path / "run" / "metrics.jsonl")
     assert lines[1]["kv/saved_frac"] == 0.0 and lines[1]["correction/rejection_rate"] == 0.0
+
+
+def test_a_budget_that_follows_what_is_measured_is_not_warned_of(tmp_path, caplog):
+    parts = {"kv": RKV(budget=40, interval=4, window=4), "control": ControlConfig(auto=True)}
+    small_trainer(tmp_path / "run", steps=1, parts=parts).train()
+    assert "no cache was ever cut" not in caplog.text
 
 
 @pytest.mark.parametrize(("preset", "kv", "warned"), [("none", RKV, 1), ("none", None, 0), ("tis", RKV, 0)])
@@ -207,22 +213,39 @@ def test_evaluations_end_where_the_runs_samples_do(tmp_path):
     assert found["eval/dense/clipped_ratio"] == 0.0
 
 
-def test_a_fall_is_of_the_same_evaluation_and_beyond_its_error(tmp_path, monkeypatch):
+def test_a_fall_is_of_the_same_evaluation_and_beyond_its_error(tmp_path, monkeypatch, caplog):
     """One prompt has no error; two evaluations that differ are not compared."""
     trainer = small_trainer(tmp_path / "run", steps=1)
-    rewards, logged = [(0.9, 0.01), (0.1, math.nan), (0.2, 0.01), (0.2, 0.01)], []
-    monkeypatch.setattr(
-        trainer,
-        "_evaluate",
-        lambda: dict(zip(("eval/dense/reward", "eval/dense/reward_se"), rewards.pop(0), strict=True)),
-    )
+    lines = [(0.9, 0.01, "a"), (0.1, math.nan, "a"), (0.2, 0.01, "a"), (0.2, 0.01, "b"), (0.1, 0.01, "b")]
+    logged = []
+
+    def evaluate():
+        reward, error, trainer.evaluated = lines.pop(0)
+        return {"eval/dense/reward": reward, "eval/dense/reward_se": error}
+
+    monkeypatch.setattr(trainer, "_evaluate", evaluate)
     monkeypatch.setattr(trainer.run, "evaluates", lambda every: True)
     monkeypatch.setattr(trainer.run, "finish_step", lambda metrics, began: logged.append(metrics.get("alarm/collapse")))
-    for _ in range(3):
+    while lines:
         trainer._finish_step({}, 0.0)
-    trainer.eval_config = EvalConfig(temperature=0.0)
-    trainer._finish_step({}, 0.0)
-    assert logged == [0, None, 1, 0]
+    assert logged == [0, None, 1, 0, 1]
+    assert "the evaluation is another than before: alarm/collapse now looks for a fall from 0.200." in caplog.text
+
+
+def test_what_an_evaluation_is_of(tmp_path):
+    """Another number of prompts, way of sampling or limit is another; how often, and what is trained on, is not."""
+
+    def of(**parts):
+        trainer = small_trainer(tmp_path / "run", steps=1, parts=parts)
+        trainer._evaluate()
+        return trainer.evaluated
+
+    config = EvalConfig(prompts=4)
+    own = of(eval=config)
+    assert own == of(eval=replace(config, every=3), optimizer=OptimizerConfig(learning_rate=0.5))
+    others = [{"eval": replace(config, prompts=3)}, {"eval": replace(config, temperature=0.0)}]
+    others += [{"eval": config, "sampling": Sampling(n=4, max_tokens=7, temperature=TEMPERATURE)}]
+    assert len({own, *(of(**other) for other in others)}) == 4
 
 
 @pytest.mark.parametrize(("policy", "kept"), [(None, True), (Full(), False)], ids=["bounded", "full"])

@@ -137,10 +137,12 @@ def _check(settings: Namespace, parser: ArgumentParser) -> None:
 def _say_where_from(settings: Namespace, policy: KVPolicy | None) -> None:
     """What a schedule of another model, or of shorter contexts, does not say."""
     from sparse_rl.kv.schedule import beyond, origin
+    from sparse_rl.model.shapes import SHAPES
 
     budget = settings.budget if policy is None else getattr(policy, "budget", None)
     found = origin(budget)
-    if found.model is not None and found.model.rpartition("/")[2].lower() != settings.shape.lower():
+    name = (found.model or "").rpartition("/")[2].lower().removesuffix("-instruct")
+    if (name in SHAPES or name in ("embedded", "tiny")) and name != settings.shape.lower():  # else nobody knows
         by = found.kv.get("policy", "a policy")
         logger.warning(
             "%s was calibrated on %s with %s; the shape here is %s.", budget, found.model, by, settings.shape

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from jsonargparse import ArgumentParser, Namespace
 
 
-FOLDERS = ("model", "train_file", "eval_file")  # settings that may name one
+FOLDERS = ("train_file", "eval_file")  # settings that may name one
 
 
 def own_settings(parser: ArgumentParser, given: Namespace, section: str) -> dict[str, Any] | None:
@@ -69,9 +69,15 @@ def check_paths(settings: Namespace, own: dict[str, Any]) -> None:
         same = [(key, text) for key in then for text in _texts(then[key]) if text in _texts(now.get(key))]
         for name, text in same:
             path = text.rpartition(":")[0] if ".py:" in text else text  # of a reward
-            is_there = os.path.exists if name in FOLDERS else os.path.isfile
-            if path and not os.path.exists(path) and is_there(there / path):
+            if path and not os.path.exists(path) and _is_there(there / path, name):
                 raise ValueError(f"{folder} was started in {there}, where {path} is; resume it from there.")
+
+
+def _is_there(path: Path, setting: str) -> bool:
+    """Whether it is what the setting may name; a folder may just bear the name of a policy or a model."""
+    if setting == "model":
+        return any((path / name).is_file() for name in ("config.json", "adapter_config.json"))
+    return path.is_file() or (setting in FOLDERS and path.is_dir())
 
 
 def _texts(value: Any) -> list[str]:

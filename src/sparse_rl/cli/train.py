@@ -128,6 +128,7 @@ def _train(settings: Namespace, task: Any, parts: dict[str, Any], processes: Pro
     from sparse_rl.model.load import load
     from sparse_rl.report.live import Live
     from sparse_rl.train import Trainer
+    from sparse_rl.train.config import longest_prompt
     from sparse_rl.train.folder import check_folder
 
     show_warnings(logging.WARNING if processes.first else logging.ERROR)
@@ -139,16 +140,17 @@ def _train(settings: Namespace, task: Any, parts: dict[str, Any], processes: Pro
         warn_of_memory(settings, parts, processes.size)
         if settings.device == "cpu" and torch.cuda.is_available():
             logger.warning("this run is on the CPU, and the machine has a GPU; --device cuda uses it.")
-        budget = getattr(parts["kv"], "budget", None)
-        if (other := origin(budget).model) is not None and not _same_model(other, settings.model):
+        other = origin(getattr(parts["kv"], "budget", None)).model
+        if other is not None and not _same_model(other, settings.model):
             logger.warning("kv.budget was calibrated on the model %s, and this run is of %s.", other, settings.model)
-        if said := beyond(budget, parts["sampling"].max_tokens):
-            logger.warning("%s.", said)
     dtype = model_dtype(settings.dtype)
     loaded = processes.together(lambda: load(settings.model, dtype=dtype, device=processes.device(settings.device)))
     grading = parts.pop("grading")  # the task's, not the trainer's
     built = processes.together(lambda: task.build(loaded.tokenizer, context=loaded.context, grading=grading))
     trainer = processes.together(lambda: Trainer(loaded, built, observers=(Live(),), processes=processes, **parts))
+    longest = min(loaded.context, longest_prompt(built, trainer.config) + trainer.sampling.max_tokens)
+    if processes.first and (said := beyond(getattr(trainer.kv, "budget", None), longest)):
+        logger.warning("%s.", said)
     trainer.train()
     if (newest := trainer.run.newest) is not None:
         model, other = newest

@@ -6,8 +6,10 @@ Benchmarks are those of `benchmarks.py`.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 
@@ -55,6 +57,13 @@ class EvalConfig:
             stop=stop,
             stop_ids=stop_ids,
         )
+
+
+def digest_of(prompts: list[Prompt], sampling: Sampling, rewards: Rewards) -> str:
+    """A hash of what an evaluation is of: rewards of two with the same can be compared."""
+    asked = [asdict(prompt) for prompt in prompts]
+    text = json.dumps([asked, asdict(sampling), rewards.names], sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def evaluate(engine: Engine, prompts: list[Prompt], sampling: Sampling, rewards: Rewards) -> dict[str, float]:

@@ -112,6 +112,7 @@ class Record:
         try:
             before = json.loads(self.path.read_text())
             _check_kinds(before, KINDS)
+            _check_kinds(before["settings"], {"benchmarks": dict})
             for model in before["models"].values():
                 _check_kinds(model, OF_MODEL)
                 for known in model["benchmarks"].values():

@@ -64,7 +64,12 @@ def check_use(policy: KVPolicy) -> None:
     own = {"policy": policy.name, **asdict(policy)}
     other = {key: value for key, value in origin(own.get("budget")).kv.items() if own.get(key) != value}
     if "policy" in other:
-        logger.warning("%s was found with %s, not %s.", own["budget"], other["policy"], policy.name)
+        logger.warning(
+            "%s was found with %s, not %s; calibrate with the policy it is used with.",
+            own["budget"],
+            other["policy"],
+            policy.name,
+        )
     elif other:
         said = ", ".join(f"{key} {value} (here {own.get(key)})" for key, value in other.items())
         logger.warning("%s was found with %s; calibrate with the settings it is used with.", own["budget"], said)

@@ -158,7 +158,7 @@ def origin(budget: object) -> Origin:
     return Origin(
         kv=kv if isinstance(kv, dict) else {},
         model=model if isinstance(model, str) else None,
-        longest=longest if isinstance(longest, int) else None,
+        longest=longest if type(longest) is int else None,
     )
 
 

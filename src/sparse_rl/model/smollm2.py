@@ -23,7 +23,7 @@ import transformers
 from safetensors import SafetensorError
 from tokenizers import decoders, pre_tokenizers
 
-from sparse_rl.runfolder import damage, digest, digests, publish, remove, to_json, unfinished
+from sparse_rl.runfolder import damage, digest, digests, publish, recover, remove, to_json, unfinished
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +85,8 @@ def is_whole(folder: Path) -> bool:
 def _make(folder: Path, source: Path) -> None:
     logger.info("converting %s, once, into %s", source, folder)
     temporary = unfinished(folder)
-    remove(temporary)  # of a crash
+    recover(folder.parent, folder.name)  # and remove what else a crash has left
+    remove(temporary)
     try:
         convert(source, temporary)
         (temporary / RECORD).write_text(to_json(digests(temporary)))

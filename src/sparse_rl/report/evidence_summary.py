@@ -69,7 +69,7 @@ def _kept(evidence: Evidence, bed: str) -> str:
         if kept.count >= SEEDS:
             shown.append(f"{100 * kept.mean:.0f} % with {100 * saved:.0f} % of KV saved")
     length = evidence.curve(bed, "dense", 0, "length", slice(None)).mean
-    return _of(f"{bed} (completions of {length:.0f} tokens in the dense arm)", shown)
+    return _of(f"{bed} (completions of {length:.0f} tokens in the dense arm, over all steps)", shown)
 
 
 def _lost(evidence: Evidence, bed: str) -> str:

@@ -203,6 +203,8 @@ def _other(folder: Path) -> str | None:
     if (folder / CHECKPOINT).is_file():
         run = Path(os.path.normpath(folder / ".."))
         return "but a checkpoint; " + (f"its run is {run}" if (run / "run.json").is_file() else "give the run it is of")
+    if (folder / "metrics.jsonl").is_file():
+        return "as its run.json is lost; resuming it writes that anew"
     return None
 
 

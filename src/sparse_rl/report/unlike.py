@@ -46,6 +46,8 @@ def _asked(runs: list[LoggedRun], section: str) -> list[str]:
             found.append(file)
         elif setting in (file, digest, *SAME_QUESTIONS) or setting.startswith(f"{section}.grading."):
             continue  # grading: how graders are run, not what they say
+        elif setting.startswith("eval.") and not all(setting in run.settings for run in runs):
+            continue  # an older run did not say
         elif setting == "model" or setting.startswith("eval."):
             found.append(setting)
         elif setting.startswith(f"{section}.") and (name not in apart or setting == name):

@@ -78,8 +78,12 @@ class Alarms:
     def look_at_evaluation(self, reward: float, error: float, held_out: str = "") -> dict[str, float]:
         """The same of the model that is kept, at every evaluation: whether it is worse than it was.
 
-        held_out: of what, in words that are others if a resumed run is evaluated in another way
+        held_out: of what, others if a resumed run is evaluated in another way
         """
+        if self.first is not None and held_out != self.held_out:
+            logger.warning(
+                "the evaluation is another than before: alarm/collapse now looks for a fall from %.3f.", reward
+            )
         if self.first is None or held_out != self.held_out:
             self.first, self.held_out = [reward, error], held_out
         began, least = self.first[0], max(DROP, SURE * math.hypot(error, self.first[1]))

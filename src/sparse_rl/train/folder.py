@@ -37,9 +37,9 @@ def check_folder(config: RunConfig, section: str = "task") -> None:
         remedy = f"resume it with {by_flag}, {in_python} in Python, or " if taken[0] == "run.json" else ""
         raise ValueError(f"{run} has a run in it ({taken[0]}); {remedy}give another --trainer.output_dir.")
     if resume and not (run / "run.json").exists() and not checkpoint.checkpoints(run):
-        other = Path(str(resume)).parent
-        there = isinstance(resume, str) and ((other / "run.json").exists() or checkpoint.checkpoints(other))
-        remedy = f"give --trainer.output_dir {other}" if there else "leave out resume_from_checkpoint"
+        named = [Path(resume), Path(resume).parent] if isinstance(resume, str) else []  # a run, or its checkpoint
+        other = next((path for path in named if (path / "run.json").exists() or checkpoint.checkpoints(path)), None)
+        remedy = f"give --trainer.output_dir {other}" if other else "leave out resume_from_checkpoint"
         raise ValueError(f"there is no run to resume in {run}; {remedy}.")
     config_then = recorded(run).get("config") if resume else None
     if config_then and section not in config_then:

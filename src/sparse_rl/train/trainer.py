@@ -11,7 +11,6 @@ An update is in `update.py`; where the run stands, and when it is saved, in `run
 from __future__ import annotations
 
 import copy
-import json
 import logging
 import math
 import time
@@ -22,7 +21,7 @@ from typing import Any
 
 import torch
 
-from sparse_rl.evaluate import EvalConfig, summary
+from sparse_rl.evaluate import EvalConfig, digest_of, summary
 from sparse_rl.kv import EvictPolicy, Full, KVPolicy, policy_record
 from sparse_rl.model.load import LoadedModel
 from sparse_rl.model.lora import LoraConfig, add_adapters
@@ -142,6 +141,7 @@ class Trainer:
             self.controller = self._controller()
             self.engine.use(self.controller.policy)
         self.eval_engines: dict[str, GuardedEngine] = {}  # kept for their graphs
+        self.evaluated = ""  # what held-out rewards are of
         check_prompts(task, loaded.context)
         if self.sampling.max_tokens > loaded.context:
             asked, context = self.sampling.max_tokens, loaded.context
@@ -272,16 +272,9 @@ class Trainer:
         found = self._evaluate() if self.run.evaluates(self.eval_config.every) else {}
         reward, error = (found.get(f"eval/dense/{name}", math.nan) for name in ("reward", "reward_se"))
         if math.isfinite(reward) and math.isfinite(error):  # of two prompts or more
-            found |= self.alarms.look_at_evaluation(reward, error, self._held_out)
+            found |= self.alarms.look_at_evaluation(reward, error, self.evaluated)
         metrics = metrics | found
         self.run.finish_step(metrics | (self.peaks.bytes if self.step else {}), began)
-
-    @property
-    def _held_out(self) -> str:
-        """What an evaluation is of: two of the same can be compared."""
-        task = {name: value for name, value in task_settings(self.task).items() if not name.startswith("train")}
-        settings = {"task": task, "max_tokens": self.sampling.max_tokens, **asdict(replace(self.eval_config, every=0))}
-        return json.dumps(settings, sort_keys=True, default=str)
 
     def _evaluate(self) -> dict[str, float]:
         """Held-out reward with the dense cache and, where it is another, the run's own."""
@@ -293,6 +286,7 @@ class Trainer:
             {"dense": Full()} if isinstance(self.kv, Full) else {"dense": Full(), "sparse": self.engine.kv}
         )
         metrics: dict[str, float] = {}
+        self.evaluated = digest_of(prompts, sampling, self.task.rewards)
         with self.run.timer("eval"):
             for cache, policy in policies.items():
                 stage = f"eval/{cache}"
