@@ -92,9 +92,7 @@ def test_a_file_is_known_by_what_is_in_it(tmp_path):
     assert notes(tmp_path / "a", other("a.jsonl", "0a"), other("copies/a.jsonl", "0a")) == []
     (note,) = notes(tmp_path / "b", other("a.jsonl", "0a"), other("a.jsonl", "0b"))
     assert note.startswith("These runs differ in task.train_file: their training rewards")
-    unsaid = asked(task={"train_file": "c.jsonl"})
-    (note,) = notes(tmp_path / "c", other("a.jsonl", "0a"), unsaid)
-    assert note.startswith("These runs differ in task.train_file: their training rewards")
+    assert notes(tmp_path / "c", other("a.jsonl", "0a"), asked()) == [], "of one that did not say"
 
 
 def test_completions_that_end_at_different_lengths(tmp_path):
