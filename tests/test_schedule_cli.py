@@ -125,4 +125,4 @@ def test_a_schedule_of_another_model_or_of_shorter_contexts_is_said(tmp_path, ca
     save(constant(512), Path(path), model="embedded", kv={"policy": "rkv"}, longest=999)
     run(*given)
     assert f"{path} was calibrated on embedded with rkv; the shape here is qwen3-1.7b." in caplog.text
-    assert "calibrated up to a context of 999 tokens; beyond it its last budget is kept." in caplog.text
+    assert "calibrated with contexts of at most 999 tokens; beyond them its last budget is kept." in caplog.text

@@ -201,7 +201,7 @@ def test_a_schedule_of_another_model_is_told_of(tmp_path, caplog):
     code, _, err = train(*CHAIN, *given, "--trainer.steps", "0", "--trainer.output_dir", str(tmp_path / "run"))
     assert code == 0, err
     assert "kv.budget was calibrated on the model other/model, and this run is of embedded." in caplog.text
-    assert "schedule.json was calibrated up to a context of 11 tokens; beyond it" in caplog.text
+    assert "schedule.json was calibrated with contexts of at most 11 tokens; beyond them" in caplog.text
 
 
 def test_a_models_folder_has_several_names(tmp_path, monkeypatch):

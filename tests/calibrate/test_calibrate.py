@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 from dataclasses import replace
 
@@ -232,7 +233,10 @@ def test_the_command(tmp_path, monkeypatch):
     assert code == 0, err
     assert "schedule.json" in out and "00012: done in" in err
     assert f"--kv.policy rkv --kv.window 4 --kv.interval 4 --kv.budget {tmp_path / 'c' / 'schedule.json'}" in out
-    assert "schedule.json --correction.preset sparse_rl" in out and "(sparse_rl rejects at xi < 1e-4" in out
+    assert (
+        re.search(r"schedule.json --sampling.max_tokens \d+ --correction.preset sparse_rl", out)
+        and "(sparse_rl rejects at xi < 1e-4" in out
+    )
     results = json.loads((tmp_path / "c" / "results.json").read_text())
     assert results["model"] == "embedded"
     low, high = results["verified"]["bins"][0]["top20"]["all"]["p05_interval"]

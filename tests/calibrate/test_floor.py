@@ -175,15 +175,15 @@ def test_budgets_that_all_meet_their_share_are_not_told_apart_however_low_a_floo
 def test_training_is_told_what_to_warn_of_where_that_is_less_than_usual(settings, targets, floors, said):
     config = CalibrationConfig(**settings)
     floor = {"bins": [{config.overlap: {config.tokens: {config.tail: each}}} for each in floors]}
-    given = Namespace(model="embedded", kv="snapkv:interval=16", output="cal")
+    given = Namespace(model="embedded", kv="snapkv:interval=16", output="cal", max_tokens=99)
     flags, *note = _to_train(given, config, {"targets": targets, "floor": floor})
     start = "to train on it: sparse-rl train --kv.policy snapkv --kv.interval 16 --kv.budget cal/schedule.json"
-    start += " --correction.preset sparse_rl"
+    start += " --sampling.max_tokens 99 --correction.preset sparse_rl"
     assert flags == f"{start}{' ' * bool(said)}{said} ..." and len(note) == 1 + bool(said)
 
 
 def test_training_is_told_the_model():
-    given = Namespace(model="my model", kv="rkv", output="cal")
+    given = Namespace(model="my model", kv="rkv", output="cal", max_tokens=99)
     floor = {"bins": [{"top20": {"all": {"p05": 0.9}}}]}
     line, *_ = _to_train(given, CalibrationConfig(), {"targets": [0.9], "floor": floor})
     assert "sparse-rl train --model 'my model' --kv.policy rkv --kv.budget cal/schedule.json" in line

@@ -103,7 +103,7 @@ def test_what_a_file_says_of_where_it_comes_from(tmp_path):
     path = tmp_path / "s.json"
     save(constant(64), path, longest=240, model="m")
     assert origin(str(path)) == Origin(kv={}, model="m", longest=240)
-    assert beyond(str(path), 240) == "" and "up to a context of 240 tokens" in beyond(str(path), 241)
+    assert beyond(str(path), 240) == "" and "with contexts of at most 240 tokens" in beyond(str(path), 241)
     save(constant(64), path, longest=True, model=3, kv=[])
     assert origin(str(path)) == Origin(kv={}) == origin("sparrow/qwen3-1.7b-0.86") == origin(64) == origin("nowhere")
 

@@ -148,7 +148,7 @@ def calibrate(
         told = {key: results[key] for key in ("model", "kv", "hardware", "commit", "finished") if key in results}
         names = ("target", "relative", "overlap", "tail", "sure", "tokens", "bin")
         asked = {name: results["settings"][name] for name in names}
-        asked["longest"] = int(floor.contexts.max()) + 1
+        asked["longest"] = longest_context(calibration.prompts, calibration.sampling, calibration.loaded.context)
         save(as_schedule(results["schedule"]), folder / "schedule.json", **told, **asked)
     return results
 

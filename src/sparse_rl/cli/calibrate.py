@@ -161,7 +161,7 @@ def _to_train(settings: Namespace, config: CalibrationConfig, results: dict[str,
     flags = [] if settings.model == "embedded" else [f"--model {shlex.quote(settings.model)}"]
     flags += [f"--kv.policy {name}", *(f"--kv.{key} {value}" for key, value in given.items())]
     flags.append(f"--kv.budget {shlex.quote(str(Path(settings.output) / 'schedule.json'))}")
-    flags.append("--correction.preset sparse_rl")
+    flags += [f"--sampling.max_tokens {settings.max_tokens}", "--correction.preset sparse_rl"]
     asked = min(*results["targets"], *tail_row(results["floor"], config))
     notes = ["  (sparse_rl rejects at xi < 1e-4, as counted above; strict, the default recipe's preset, rejects more)"]
     if asked < SPARROW and (config.overlap, config.tokens) == ("top20", "all") and config.tail != "mean":

@@ -142,7 +142,7 @@ def is_path(budget: object) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
-    """What a calibration says of a schedule: the policy with its settings, the model, the longest context it saw."""
+    """What a calibration says of a schedule: its policy with settings, its model, the most tokens of a context."""
 
     kv: dict[str, Any]
     model: str | None = None
@@ -167,7 +167,7 @@ def beyond(budget: object, longest: int) -> str:
     seen = origin(budget).longest
     if seen is None or longest <= seen:
         return ""
-    return f"{budget} was calibrated up to a context of {seen} tokens; beyond it its last budget is kept"
+    return f"{budget} was calibrated with contexts of at most {seen} tokens; beyond them its last budget is kept"
 
 
 @cache
