@@ -139,7 +139,7 @@ def as_settings(settings: dict[str, Any]) -> dict[str, Any]:
 def write_whole(path: Path, content: str | bytes | memoryview, remedy: str = MAKE_ROOM) -> None:
     """All of it or nothing: a reader never meets half a file, and it is on disk when this returns."""
     place = Path(os.path.realpath(path))  # of a link, what it leads to
-    if os.path.lexists(place) and not os.path.isfile(place):  # a device, which would become a file
+    if (os.path.exists(path) or os.path.lexists(place)) and not os.path.isfile(path):  # a device would become a file
         raise OSError(f"{path} could not be written (it is no file); give another place for it.")
     part = place.with_name(f".{place.name}.part")
     try:

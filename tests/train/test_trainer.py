@@ -7,6 +7,7 @@ import json
 import math
 from dataclasses import replace
 from importlib.metadata import version
+from threading import Lock
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from small_run import CHAIN, TEMPERATURE, graded_by, small_model, small_trainer
 from small_sft import small_sft
 from transformers import PreTrainedModel
 
-from sparse_rl.evaluate import EvalConfig
+from sparse_rl.evaluate import EvalConfig, digest_of
 from sparse_rl.kv import RKV, Full
 from sparse_rl.metrics import read_log
 from sparse_rl.model.load import load
@@ -25,6 +26,7 @@ from sparse_rl.runfolder import command
 from sparse_rl.tasks import Rewards, Rows
 from sparse_rl.train import ControlConfig, OptimizerConfig, UpdateConfig
 from sparse_rl.train.processes import Processes
+from sparse_rl.types import Prompt
 
 
 def test_a_run_writes_what_it_did(tmp_path):
@@ -229,7 +231,7 @@ def test_a_fall_is_of_the_same_evaluation_and_beyond_its_error(tmp_path, monkeyp
     while lines:
         trainer._finish_step({}, 0.0)
     assert logged == [0, None, 1, 0, 1]
-    assert "the evaluation is another than before: alarm/collapse now looks for a fall from 0.200." in caplog.text
+    assert "the evaluation is another than before: alarm/collapse looks for a fall from 0.200 now" in caplog.text
 
 
 def test_what_an_evaluation_is_of(tmp_path):
@@ -246,6 +248,40 @@ def test_what_an_evaluation_is_of(tmp_path):
     others = [{"eval": replace(config, prompts=3)}, {"eval": replace(config, temperature=0.0)}]
     others += [{"eval": config, "sampling": Sampling(n=4, max_tokens=7, temperature=TEMPERATURE)}]
     assert len({own, *(of(**other) for other in others)}) == 4
+
+
+class Odd:
+    """Each with a look of its own, as the interpreter prints it."""
+
+
+@pytest.mark.parametrize(
+    "column", [lambda: {(1, 2): 3}, lambda: {1: 2, "a": 3}, Lock, Odd, lambda: {"a", "b"}, lambda: "\ud800"]
+)
+def test_any_column_may_be_evaluated_and_is_the_same_when_it_is_made_again(column):
+    def of(value, answer="3", weights=(), specs=None):
+        prompt = Prompt(ids=(1, 2), columns={"m": value, "answer": answer})
+        return digest_of([prompt], Sampling(max_tokens=4), Rewards((count_of_zeros,), weights), specs)
+
+    own = of(column())
+    assert own == of(column())
+    others = (of(column(), answer="4"), of(column(), weights=(0.1,)), of(column(), specs=["overlong:limit=20"]))
+    assert len({own, *others}) == 4
+
+
+def count_of_zeros(completions, **_):
+    return [float(text.count("0")) for text in completions]
+
+
+def test_the_best_is_sought_anew_where_the_evaluation_is_another(tmp_path, monkeypatch):
+    parts = {"eval": EvalConfig(every=1, prompts=4)}
+    trainer = small_trainer(tmp_path / "run", steps=2, parts=parts)
+    trainer.train()
+    trainer.run.best["value"] = 2.0  # which nothing can beat
+    trainer.evaluated = "another"
+    monkeypatch.setattr(trainer, "_evaluate", lambda: {"eval/dense/reward": 0.5, "eval/dense/reward_se": 0.1})
+    monkeypatch.setattr(trainer.run, "finish_step", lambda metrics, began: None)
+    trainer._finish_step({}, 0.0)
+    assert trainer.run.best == {"checkpoint": None, "value": None}
 
 
 @pytest.mark.parametrize(("policy", "kept"), [(None, True), (Full(), False)], ids=["bounded", "full"])

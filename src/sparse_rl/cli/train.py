@@ -106,6 +106,7 @@ def run(arguments: list[str]) -> None:
     with joined() as processes:
         if not processes.first:
             sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - as long as the process
+        show_warnings(logging.WARNING if processes.first else logging.ERROR)
         settings, task, parts = processes.together(lambda: read(arguments, train_parser()))
         if settings.dry_run:
             from sparse_rl.cli.plan import plan_comments
@@ -131,7 +132,6 @@ def _train(settings: Namespace, task: Any, parts: dict[str, Any], processes: Pro
     from sparse_rl.train.config import longest_prompt
     from sparse_rl.train.folder import check_folder
 
-    show_warnings(logging.WARNING if processes.first else logging.ERROR)
     if processes.first:
         logging.getLogger("sparse_rl.tasks").setLevel(logging.INFO)  # which rows were read, and how
     processes.by_first(lambda: check_folder(parts["config"]))

@@ -7,9 +7,9 @@ Benchmarks are those of `benchmarks.py`.
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 
@@ -59,11 +59,20 @@ class EvalConfig:
         )
 
 
-def digest_of(prompts: list[Prompt], sampling: Sampling, rewards: Rewards) -> str:
-    """A hash of what an evaluation is of: rewards of two with the same can be compared."""
-    asked = [asdict(prompt) for prompt in prompts]
-    text = json.dumps([asked, asdict(sampling), rewards.names], sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()
+def digest_of(prompts: list[Prompt], sampling: Sampling, rewards: Rewards, specs: Any = None) -> str:
+    """A hash of what an evaluation is of: rewards of two with the same can be compared.
+
+    specs: what else is known of the rewards, their settings say
+    """
+    asked = [(prompt.ids, prompt.max_tokens, _plain(prompt.columns)) for prompt in prompts]
+    text = repr((asked, sorted(asdict(sampling).items()), rewards.names, rewards.weights, specs))
+    return hashlib.sha256(text.encode(errors="replace")).hexdigest()
+
+
+def _plain(columns: dict[str, Any]) -> list[tuple[str, str]]:
+    """Names and values; of a value that may look otherwise in another process, its type."""
+    simple = (str, int, float, bool, type(None))
+    return sorted((str(key), repr(v) if isinstance(v, simple) else type(v).__name__) for key, v in columns.items())
 
 
 def evaluate(engine: Engine, prompts: list[Prompt], sampling: Sampling, rewards: Rewards) -> dict[str, float]:

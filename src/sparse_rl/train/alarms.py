@@ -81,9 +81,10 @@ class Alarms:
         held_out: of what, others if a resumed run is evaluated in another way
         """
         if self.first is not None and held_out != self.held_out:
-            logger.warning(
-                "the evaluation is another than before: alarm/collapse now looks for a fall from %.3f.", reward
+            said = (
+                "the evaluation is another than before: alarm/collapse looks for a fall from %.3f now, and the best is "
             )
+            logger.warning(f"{said}sought anew.", reward)
         if self.first is None or held_out != self.held_out:
             self.first, self.held_out = [reward, error], held_out
         began, least = self.first[0], max(DROP, SURE * math.hypot(error, self.first[1]))

@@ -272,6 +272,8 @@ class Trainer:
         found = self._evaluate() if self.run.evaluates(self.eval_config.every) else {}
         reward, error = (found.get(f"eval/dense/{name}", math.nan) for name in ("reward", "reward_se"))
         if math.isfinite(reward) and math.isfinite(error):  # of two prompts or more
+            if self.alarms.held_out not in ("", self.evaluated) and self.config.best_metric.startswith("eval/"):
+                self.run.best = {"checkpoint": None, "value": None}  # it was the best of another evaluation
             found |= self.alarms.look_at_evaluation(reward, error, self.evaluated)
         metrics = metrics | found
         self.run.finish_step(metrics | (self.peaks.bytes if self.step else {}), began)
@@ -286,7 +288,7 @@ class Trainer:
             {"dense": Full()} if isinstance(self.kv, Full) else {"dense": Full(), "sparse": self.engine.kv}
         )
         metrics: dict[str, float] = {}
-        self.evaluated = digest_of(prompts, sampling, self.task.rewards)
+        self.evaluated = digest_of(prompts, sampling, self.task.rewards, task_settings(self.task).get("rewards"))
         with self.run.timer("eval"):
             for cache, policy in policies.items():
                 stage = f"eval/{cache}"
