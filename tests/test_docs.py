@@ -156,3 +156,11 @@ def test_what_a_page_says_of_the_evidence_is_what_the_evidence_says(name):
     told, evidence = (" ".join(page.split()) for page in (PAGES[name].split("## Two commands")[0], EVIDENCE))
     figures = re.findall(r"[-+]?\d\.\d+ ± \d\.\d+", told)
     assert figures and not [figure for figure in figures if figure not in evidence]
+
+
+def test_how_often_the_alarm_is_on_is_what_the_evidence_says():
+    told = re.search(
+        r"on in (\d+) of the (\d+) that collapse, but also in (\d+) of the (\d+)", PAGES["docs/metrics.md"]
+    )
+    lost, total, kept, others = told.groups()
+    assert f"| all |  | {lost} of {total} | {kept} of {others} |" in EVIDENCE

@@ -23,7 +23,18 @@ BAD = {
         "correction.level is sequence, which changes nothing; set weight, lower or upper, or make it token.",
     ),
     "unknown task": (["--task.name", "chains"], "task.name is 'chains' (did you mean 'chain'?); choose one of"),
-    "another task's setting": (["--task.rewards", "a:b"], "task.rewards is not a setting of the task 'chain'"),
+    "a reward without rows": (
+        ["--task.rewards", "a:b"],
+        "task.rewards is not a setting of the task 'chain'; 'rows' has it: give task.train_file too.",
+    ),
+    "another task's setting": (
+        ["--task.name", "chain", "--task.pairs", "3"],
+        "task.pairs is not a setting of the task 'chain'; 'lookup' has it: give task.name lookup, or leave it out.",
+    ),
+    "rows for another task": (
+        ["--task.name", "chain", "--task.train_file", "a"],
+        "task.train_file is not a setting of the task 'chain'; 'rows' has it: give task.name rows, or leave it out.",
+    ),
     "a file without rewards": (["--task.train_file", "a"], "task.rewards is missing"),
     "unknown layout": (["--task.train_file=a", "--task.rewards=b:c", "--task.layout=sft"], "choose one of auto, verl"),
     "grading": (["--grading.workers", "-1"], "grading.workers is -1; it must be at least 0"),

@@ -144,6 +144,13 @@ def test_a_damaged_folder_is_made_anew(cache, damage):
     assert (folder / "model.safetensors").read_bytes() == b"weights" and not list(cache.glob("*.tmp"))
 
 
+def test_what_stood_aside_when_it_was_killed_is_not_left_behind(cache):
+    folder = smollm2.converted()
+    (folder / "config.json").unlink()  # damaged, to be made anew, and killed between the two names
+    folder.rename(folder.with_name(folder.name + ".old"))
+    assert smollm2.converted() == folder and smollm2.is_whole(folder) and not list(cache.glob("*.old"))
+
+
 def test_the_folder_is_on_disk_before_it_has_its_name(cache, monkeypatch):
     synced = []
     monkeypatch.setattr("sparse_rl.runfolder._to_disk", synced.append)

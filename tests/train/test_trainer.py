@@ -231,7 +231,7 @@ def test_a_fall_is_of_the_same_evaluation_and_beyond_its_error(tmp_path, monkeyp
     while lines:
         trainer._finish_step({}, 0.0)
     assert logged == [0, None, 1, 0, 1]
-    assert "the evaluation is another than before: alarm/collapse looks for a fall from 0.200 now" in caplog.text
+    assert "the evaluation is another than before: a fall is looked for from 0.200 on" in caplog.text
 
 
 def test_what_an_evaluation_is_of(tmp_path):

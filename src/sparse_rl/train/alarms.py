@@ -80,12 +80,9 @@ class Alarms:
 
         held_out: of what, others if a resumed run is evaluated in another way
         """
-        if self.first is not None and held_out != self.held_out:
-            said = (
-                "the evaluation is another than before: alarm/collapse looks for a fall from %.3f now, and the best is "
-            )
-            logger.warning(f"{said}sought anew.", reward)
         if self.first is None or held_out != self.held_out:
+            if self.first is not None:
+                logger.warning("the evaluation is another than before: a fall is looked for from %.3f on.", reward)
             self.first, self.held_out = [reward, error], held_out
         began, least = self.first[0], max(DROP, SURE * math.hypot(error, self.first[1]))
         before, self.fallen = self.fallen, began - reward > least

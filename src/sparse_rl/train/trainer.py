@@ -181,11 +181,10 @@ class Trainer:
         self._record(rollouts, graded, advantages_R, updated)
         self.guards.note(updated.bad, self.update_config.num_updates, graded.rewards, self.step, run.folder)
         metrics = rollout_metrics(rollouts, graded, self._groups(rollouts)) | speed | updated.metrics | distilled
-        evicts = self.kv if isinstance(self.kv, EvictPolicy) else None
+        # with a controller, it lowers budgets itself
+        evicts = self.kv if isinstance(self.kv, EvictPolicy) and self.controller is None else None
         naive = not isinstance(self.kv, Full) and self.correction == PRESETS["none"]
-        warn(
-            rollouts, graded, evicts if self.controller is None else None, naive, run.warned
-        )  # it lowers budgets itself
+        warn(rollouts, graded, evicts, naive, run.warned)
         metrics |= self.alarms.look_at_rewards(bool(advantages_R.any()), metrics["reward"])
         metrics |= self._control(rollouts, updated, metrics)
         run.remember(metrics)
@@ -273,7 +272,8 @@ class Trainer:
         reward, error = (found.get(f"eval/dense/{name}", math.nan) for name in ("reward", "reward_se"))
         if math.isfinite(reward) and math.isfinite(error):  # of two prompts or more
             if self.alarms.held_out not in ("", self.evaluated) and self.config.best_metric.startswith("eval/"):
-                self.run.best = {"checkpoint": None, "value": None}  # it was the best of another evaluation
+                self.run.best = {"checkpoint": None, "value": None}
+                logger.warning("the best checkpoint so far is of another evaluation; it is sought anew.")
             found |= self.alarms.look_at_evaluation(reward, error, self.evaluated)
         metrics = metrics | found
         self.run.finish_step(metrics | (self.peaks.bytes if self.step else {}), began)
