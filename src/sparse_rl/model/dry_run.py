@@ -19,6 +19,7 @@ import transformers
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
+from sparse_rl.kernels.attention import AttentionCall
 from sparse_rl.model.attention import PackedRows, UnsupportedModelError, no_mask, packed_positions, registered
 
 logger = logging.getLogger(__name__)
@@ -35,6 +36,7 @@ class AttentionShape:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    value_dim: int  # latent attention has narrower values than keys
     windows: tuple[int | None, ...]  # one a layer; None = full attention
     scales: tuple[float, ...]  # one a layer
     dtype: torch.dtype
@@ -47,7 +49,7 @@ class AttentionShape:
     @property
     def entry_bytes(self) -> int:
         """Key, value and position of one token in every layer and KV head."""
-        return self.num_layers * self.num_kv_heads * (2 * self.head_dim * self.dtype.itemsize + 4)
+        return self.num_layers * self.num_kv_heads * ((self.head_dim + self.value_dim) * self.dtype.itemsize + 4)
 
     @property
     def landmark_bytes(self) -> int:
@@ -109,7 +111,7 @@ def dry_run(model: transformers.PreTrainedModel) -> AttentionShape:
             f"{name} called attention for layers {[call.layer_idx for call in calls]}, expected each of its "
             f"{config.num_hidden_layers} layers once in order; sparse_rl cannot hold its cache."
         )
-    if len({(call.num_heads, call.num_kv_heads, call.head_dim) for call in calls}) > 1:
+    if len({(call.num_heads, call.num_kv_heads, call.head_dim, call.value_dim) for call in calls}) > 1:
         raise UnsupportedModelError(
             f"{name} has layers of different head counts or widths; the cache needs them equal."
         )
@@ -124,6 +126,7 @@ def dry_run(model: transformers.PreTrainedModel) -> AttentionShape:
         num_heads=calls[0].num_heads,
         num_kv_heads=calls[0].num_kv_heads,
         head_dim=calls[0].head_dim,
+        value_dim=calls[0].value_dim,
         windows=tuple(call.window for call in calls),
         scales=tuple(call.scale for call in calls),
         dtype=calls[0].dtype,
@@ -251,6 +254,7 @@ class _Call:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    value_dim: int
     window: int | None
     scale: float
     dtype: torch.dtype
@@ -261,18 +265,8 @@ class _Recorder:
     def __init__(self) -> None:
         self.calls: list[_Call] = []
 
-    def attend(
-        self,
-        layer_idx: int,
-        q_BHTD: torch.Tensor,
-        k_BKTD: torch.Tensor,
-        v_BKTD: torch.Tensor,
-        *,
-        scale: float,
-        window: int | None,
-    ) -> torch.Tensor:
-        num_heads, num_kv_heads = q_BHTD.shape[1], k_BKTD.shape[1]
-        self.calls.append(
-            _Call(layer_idx, num_heads, num_kv_heads, k_BKTD.shape[3], window, scale, k_BKTD.dtype, k_BKTD.device)
-        )
-        return v_BKTD.repeat_interleave(num_heads // num_kv_heads, dim=1)
+    def attend(self, layer_idx: int, call: AttentionCall) -> torch.Tensor:
+        num_heads, (num_kv_heads, _, head_dim), k = call.q_BHTD.shape[1], call.k_BKTD.shape[1:], call.k_BKTD
+        heads = (num_heads, num_kv_heads, head_dim, call.v_BKTE.shape[3])
+        self.calls.append(_Call(layer_idx, *heads, call.window, call.scale, k.dtype, k.device))
+        return call.v_BKTE.repeat_interleave(num_heads // num_kv_heads, dim=1)
