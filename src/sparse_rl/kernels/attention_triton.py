@@ -24,6 +24,7 @@ from sparse_rl.kernels.attention import AttentionCall
 from sparse_rl.kernels.backend import send
 from sparse_rl.kernels.decode_triton import LOG2_E, capped
 
+LARGE_SM = 160 << 10  # bytes of shared memory a program may have on an A100, an H100 and their like
 LN_2 = tl.constexpr(0.6931471805599453)
 
 
@@ -56,9 +57,11 @@ class PackedAttention(torch.autograd.Function):
         lse_HT = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
         ctx.how = _settings(q, k, v, scale, window, softcap)
         ctx.boundaries = boundaries
-        block = _blocks(ctx.how["BLOCK_D"] * q.itemsize)["forward"]
+        block = _blocks(ctx.how["BLOCK_D"] * q.itemsize, q.device)["forward"]
         tiles = _tiles(boundaries, block["BLOCK_M"], q.device)
-        _forward[(len(tiles), q.shape[0])](q, k, v, out_THE, lse_HT, tiles, *_strides(q, k, v), **ctx.how, **block)
+        _packed_attention[(len(tiles), q.shape[0])](
+            q, k, v, out_THE, lse_HT, tiles, *_strides(q, k, v), **ctx.how, **block
+        )
         ctx.save_for_backward(q, k, v, out_THE, lse_HT)
         return out_THE.transpose(0, 1)[None], lse_HT[None]
 
@@ -70,16 +73,16 @@ class PackedAttention(torch.autograd.Function):
         dq, dk, dv = (torch.empty_like(x.transpose(0, 1), memory_format=torch.contiguous_format) for x in (q, k, v))
         delta_HT = torch.empty_like(lse_HT)
         strides = (*_strides(q, k, v), dout.stride(1), dout.stride(0))
-        blocks = _blocks(ctx.how["BLOCK_D"] * q.itemsize)
+        blocks = _blocks(ctx.how["BLOCK_D"] * q.itemsize, q.device)
         block = blocks["queries"]
         tiles = _tiles(ctx.boundaries, block["BLOCK_M"], q.device)
         read = (q, k, v, dout, lse_HT)
-        _backward_queries[(len(tiles), q.shape[0])](
+        _packed_attention_dq[(len(tiles), q.shape[0])](
             *read, out_THE, dlse_1HT[0].contiguous(), delta_HT, dq, tiles, *strides, **ctx.how, **block
         )
         block = blocks["keys"]
         tiles = _tiles(ctx.boundaries, block["BLOCK_N"], q.device)
-        _backward_keys[(len(tiles), k.shape[0])](*read, delta_HT, dk, dv, tiles, *strides, **ctx.how, **block)
+        _packed_attention_dkv[(len(tiles), k.shape[0])](*read, delta_HT, dk, dv, tiles, *strides, **ctx.how, **block)
         return *(x.transpose(0, 1)[None] for x in (dq, dk, dv)), None, None, None, None
 
 
@@ -107,14 +110,17 @@ def _strides(*tensors: torch.Tensor) -> tuple[int, ...]:
     return tuple(stride for x in tensors for stride in (x.stride(1), x.stride(0)))
 
 
-def _blocks(row_bytes: int) -> dict[str, dict[str, int]]:
-    """How many queries and keys at once, by the bytes of one padded key: what an SM's memory holds."""
+@lru_cache
+def _blocks(row_bytes: int, device: torch.device) -> dict[str, dict[str, int]]:
+    """How many queries and keys at once, by the bytes of one padded key: timed on an H200, smaller on smaller GPUs."""
+    if device.type == "cuda" and torch.cuda.get_device_properties(device).shared_memory_per_block_optin < LARGE_SM:
+        row_bytes *= 2
     if row_bytes <= 128:
         sizes = ((128, 64, 4, 3), (128, 32, 4, 3), (32, 128, 4, 3))
     elif row_bytes <= 256:
         sizes = ((128, 64, 8, 3), (64, 64, 4, 2), (64, 64, 4, 2))
     elif row_bytes <= 512:
-        sizes = ((64, 64, 8, 2), (64, 32, 8, 2), (32, 64, 8, 2))
+        sizes = ((128, 32, 8, 3), (128, 32, 8, 2), (64, 64, 8, 2))
     else:
         sizes = ((32, 16, 4, 1), (32, 16, 4, 1), (16, 32, 4, 1))
     names = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")
@@ -133,7 +139,7 @@ def _tiles(boundaries: tuple[int, ...], size: int, device: torch.device) -> torc
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _forward(  # type: ignore[no-untyped-def]
+def _packed_attention(  # type: ignore[no-untyped-def]
     q,
     k,
     v,
@@ -191,7 +197,7 @@ def _forward(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _backward_queries(  # type: ignore[no-untyped-def]
+def _packed_attention_dq(  # type: ignore[no-untyped-def]
     q,
     k,
     v,
@@ -260,7 +266,7 @@ def _backward_queries(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _backward_keys(  # type: ignore[no-untyped-def]
+def _packed_attention_dkv(  # type: ignore[no-untyped-def]
     q,
     k,
     v,
