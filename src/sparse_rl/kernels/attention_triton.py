@@ -113,8 +113,9 @@ def _strides(*tensors: torch.Tensor) -> tuple[int, ...]:
 @lru_cache
 def _blocks(row_bytes: int, device: torch.device) -> dict[str, dict[str, int]]:
     """How many queries and keys at once, by the bytes of one padded key: timed on an H200, smaller on smaller GPUs."""
-    if device.type == "cuda" and torch.cuda.get_device_properties(device).shared_memory_per_block_optin < LARGE_SM:
-        row_bytes *= 2
+    if device.type == "cuda":
+        properties = triton.runtime.driver.active.utils.get_device_properties(torch.cuda.current_device())
+        row_bytes *= 1 if properties["max_shared_mem"] >= LARGE_SM else 2
     if row_bytes <= 128:
         sizes = ((128, 64, 4, 3), (128, 32, 4, 3), (32, 128, 4, 3))
     elif row_bytes <= 256:
