@@ -86,12 +86,15 @@ def model_size(config: transformers.PretrainedConfig, name: str, dtype: torch.dt
     """The size of a model with this configuration and dtype."""
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=registered())
+    mixture = any(parameter.ndim == 3 for parameter in model.parameters())
+    traced = torch.bfloat16 if mixture else dtype  # experts' grouped products know no other on the meta device
     try:
-        layers = decoder_layers(model)
+        layers = decoder_layers(model.to(traced))
         few, many = (_trace(model, layers, tokens) for tokens in PROBES)
     except Exception as error:  # a model that is more than layers of attention
         raise ValueError(f"{type(model).__name__} cannot be sized ({type(error).__name__}: {error}).") from error
-    per_token = {place: -(-(many.saved[place] - few.saved[place]) // (PROBES[1] - PROBES[0])) for place in many.saved}
+    tokens, larger = PROBES[1] - PROBES[0], dtype.itemsize // traced.itemsize
+    per_token = {place: -(-(many.saved[place] - few.saved[place]) * larger // tokens) for place in many.saved}
     inside = [count for place, count in per_token.items() if place is not None]
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     linears: Counter[str] = Counter()
