@@ -22,6 +22,7 @@ import torch
 import transformers
 
 from sparse_rl.kernels.prefill import causal_attention_ref, packed_attention
+from sparse_rl.model.rope import check_length
 
 NAME = "sparse_rl"
 HOLDER = "sparse_rl_holder"
@@ -56,6 +57,10 @@ class KeyHolder(Protocol):
         self, num_layers: int, padding_BS: torch.Tensor | None, positions_BT: torch.Tensor | None
     ) -> AttentionContext:
         """Who attends; the mask is true where a token is none of the padding, B x (seen + T)."""
+        ...
+
+    def get_seq_length(self) -> int:
+        """Tokens seen, padding included."""
         ...
 
 
@@ -123,6 +128,8 @@ def attention(
             "the paged cache needs them equal."
         )
     holder: KeyHolder | None = getattr(key, HOLDER, None)
+    if kv is None:  # no engine has checked it
+        check_length(module, key.shape[2] + (holder.get_seq_length() if holder is not None else 0))
     if holder is not None and (attention_mask is None or attention_mask.ndim == 2):
         num_layers: int = module.config.num_hidden_layers  # type: ignore[union-attr,assignment]
         kv, attention_mask = holder.context(num_layers, attention_mask, kwargs.get("position_ids")), None

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import transformers
 
+from sparse_rl.model import rope
 from sparse_rl.model.attention import no_mask, registered
 from sparse_rl.model.dry_run import AttentionShape
 from sparse_rl.model.load import EMBEDDED, check_name
@@ -85,6 +86,7 @@ def model_size(config: transformers.PretrainedConfig, name: str, dtype: torch.dt
     """The size of a model with this configuration and dtype."""
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=registered())
+    rope.fix(model)
     try:
         layers = decoder_layers(model)
         few, many = (_trace(model, layers, tokens) for tokens in PROBES)
@@ -113,7 +115,7 @@ def model_size(config: transformers.PretrainedConfig, name: str, dtype: torch.dt
         hidden=config.hidden_size,
         intermediate=max(m.out_features for x in layers for m in x.modules() if isinstance(m, torch.nn.Linear)),
         vocabulary=head.weight.shape[0],
-        context=getattr(config, "max_position_embeddings", None) or 1 << 30,
+        context=rope.context(config),
         attention=many.shape(dtype),
         saved_layers=sum(inside),
         saved_layer=max(inside),
