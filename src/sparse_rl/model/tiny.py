@@ -9,12 +9,14 @@ Models of published sizes are in `shapes.py`.
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any
 
 import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from sparse_rl.model import rope
 from sparse_rl.model.attention import registered
 
 WINDOW = 24  # entries a sliding layer sees; small, so that short tests leave the window
@@ -32,6 +34,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,  # its scaled embedding would only ever repeat the last token
     },
     "olmo2": {"model_type": "olmo2"},
+    "phi3": {
+        "model_type": "phi3",
+        "original_max_position_embeddings": 64,
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.75,
+            "factor": 128.0,
+            "short_factor": [1.0 + 0.1 * i for i in range(12)],
+            "long_factor": [2.0 + 0.5 * i for i in range(12)],
+        },
+    },
 }
 
 SHAPE: dict[str, Any] = {
@@ -67,7 +81,7 @@ def tiny_config(family: str, **overrides: Any) -> transformers.PreTrainedConfig:
         raise ValueError(f"no tiny model of family {family!r}; choose one of {', '.join(FAMILIES)}.")
     tokenizer = tiny_tokenizer()
     tokens = {name: getattr(tokenizer, name) for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
-    settings = {"vocab_size": len(tokenizer), **tokens, **SHAPE, **FAMILIES[family], **overrides}
+    settings = {"vocab_size": len(tokenizer), **tokens, **SHAPE, **deepcopy(FAMILIES[family]), **overrides}
     return transformers.AutoConfig.for_model(settings.pop("model_type"), **settings)
 
 
@@ -88,4 +102,5 @@ def tiny_model(
             config, dtype=torch.float32, attn_implementation=attn_implementation or registered()
         )
     placed: transformers.PreTrainedModel = model.to(device=device, dtype=dtype).eval()
+    rope.fix(placed)
     return placed
