@@ -16,8 +16,8 @@ from sparse_rl.model.tiny import tiny_config
 ROW = '{"prompt": "a=b1;b=a2;a|", "answer": "3"}\n'
 REWARD = "def mine(completions, **_):\n    return [len(text) % 7 for text in completions]\n"
 GIVEN = (
-    "--model tiny:phi3 --task.train_file rows.jsonl --task.rewards reward.py:mine --kv.policy rkv --kv.budget 24 "
-    "--kv.interval 4 --kv.window 4 --sampling.n 2 --trainer.prompts_per_step 1 --trainer.steps 1"
+    "--model tiny:phi3 --task.train_file rows.jsonl --task.rewards reward.py:mine --kv.policy full --sampling.n 2 "
+    "--trainer.prompts_per_step 1 --trainer.steps 1"
 )
 RESUME = "--trainer.resume_from_checkpoint true --trainer.steps 2"
 
@@ -25,7 +25,10 @@ RESUME = "--trainer.resume_from_checkpoint true --trainer.steps 2"
 def train(*arguments):
     code, _, err = run("train", *(word for text in arguments for word in text.split()))
     assert code == 0, err
-    return err
+
+
+def last_line(folder):
+    return json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +39,7 @@ def here(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_a_run_and_what_comes_of_it_keep_the_factor(here):
+def test_a_run_and_what_comes_of_it_keep_the_factor(here, caplog):
     train(GIVEN, "--sampling.max_tokens 16 --trainer.output_dir short")
     assert json.loads((here / "short" / "run.json").read_text())["config"]["longest"] == 64
     checkpoint = here / "short" / "checkpoint-1"
@@ -44,22 +47,20 @@ def test_a_run_and_what_comes_of_it_keep_the_factor(here):
     own = transformers.AutoConfig.from_pretrained(checkpoint)
     assert own.rope_parameters == tiny_config("phi3").rope_parameters and own.max_position_embeddings == 8192
 
-    assert "the run was started for 64" in train(
-        RESUME, "--sampling.max_tokens 100 --trainer.output_dir short --eval.every 0"
-    )
+    train(RESUME, "--sampling.max_tokens 60 --trainer.output_dir short")
+    assert "sequences may have 72 tokens, but the run was started for 64" in caplog.text
     assert rope.recorded(here / "short" / "checkpoint-2") == 64
-    lines = [json.loads(line) for line in (here / "short" / "metrics.jsonl").read_text().splitlines()]
-    assert lines[-1]["completions/max_length"] <= 64 - 12
+    assert last_line(here / "short")["completions/max_length"] <= 64 - 12
 
     assert run("export", "short/checkpoint-2", "out")[0] == 0
     exported = load("out")
     assert exported.context == 64
     assert transformers.AutoConfig.from_pretrained("out").rope_parameters == own.rope_parameters
 
-    train(GIVEN.replace("tiny:phi3", "short/checkpoint-2"), "--sampling.max_tokens 100 --trainer.output_dir long")
+    train(GIVEN.replace("tiny:phi3", "short/checkpoint-2"), "--sampling.max_tokens 60 --trainer.output_dir long")
     assert rope.recorded(here / "long" / "checkpoint-1") == 8192, "a new run chooses by its own sequences"
-    lines = [json.loads(line) for line in (here / "long" / "metrics.jsonl").read_text().splitlines()]
-    assert lines[-1]["mismatch/k3"] < 1
+    line = last_line(here / "long")
+    assert line["mismatch/xi_p01"] == pytest.approx(1, abs=1e-4) == line["mismatch/xi_p99"]
 
 
 def test_an_adapter_keeps_it_too(here):
@@ -69,7 +70,7 @@ def test_an_adapter_keeps_it_too(here):
     assert load(str(checkpoint)).context == 64 and load("tiny:phi3").context == 8192
 
 
-def test_a_run_does_not_go_on_with_another_factor(here, monkeypatch):
+def test_a_run_does_not_go_on_with_another_factor(monkeypatch):
     train(GIVEN, "--sampling.max_tokens 16 --trainer.output_dir short")
     monkeypatch.setattr("sparse_rl.train.folder.fit_rotation", lambda *given: None)
     code, _, err = run("train", *RESUME.split(), "--trainer.output_dir", "short")

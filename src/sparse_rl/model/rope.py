@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 
 ENDLESS = 1 << 30  # tokens, where a config names no end
 FIXED = "rope_reach"  # attribute of a fixed model and of its parts: the tokens that its rotation was fixed for
+OWN_TYPE = "rope_type_before"  # attribute of a module whose `rope_type` was changed
 RECORD = "sparse_rl.json"  # beside the weights of a model that was trained here
 MOVING = ("longrope", "dynamic")
 
@@ -54,13 +55,11 @@ def fix(model: transformers.PreTrainedModel, longest: int | None = None) -> None
         return
     reach = context(model.config, longest)
     for rotary in _rotaries(model):
-        types = {kind: given.get("rope_type", "default") for kind, given in _parameters(rotary.config).items()}
-        layered = isinstance(rotary.rope_type, dict)
-        rotary.rope_type = {kind: types[kind] for kind in rotary.rope_type} if layered else types[None]
+        own = rotary.rope_type = vars(rotary).setdefault(OWN_TYPE, rotary.rope_type)
         if model.device.type != "meta":
             _rotate(rotary, [0])  # begin from what it was made with
             _rotate(rotary, [reach - 1])  # and let it choose
-        rotary.rope_type = dict.fromkeys(rotary.rope_type, "default") if layered else "default"  # never again
+        rotary.rope_type = dict.fromkeys(own, "default") if isinstance(own, dict) else "default"  # never again
     for module in model.modules():
         if module is model or hasattr(module, "layer_idx"):
             setattr(module, FIXED, reach)
@@ -98,9 +97,11 @@ def say_if_unclear(config: Any) -> None:
 
 @torch.no_grad()
 def moves(model: transformers.PreTrainedModel) -> bool:
-    """Whether a far position, within the context, changes how near ones are rotated."""
-    near, far = [0, 1, 2, 3], context(model.config) - 1
-    for rotary in _rotaries(model):
+    """Whether a far position, within the context, changes how near ones are rotated; also if that cannot be seen."""
+    near, far, rotaries = [0, 1, 2, 3], context(model.config) - 1, list(_rotaries(model))
+    if moving_types(model.config) and not rotaries:
+        return True
+    for rotary in rotaries:
         alone, beside = _rotate(rotary, near), _rotate(rotary, [*near, far])
         _rotate(rotary, near)  # leave it as it was
         if not all(torch.equal(one, other[:, : len(near)]) for one, other in zip(alone, beside, strict=True)):
