@@ -16,6 +16,7 @@ from sparse_rl.model import rope
 from sparse_rl.model.attention import UnsupportedModelError
 from sparse_rl.model.dry_run import dry_run, waits_for_device
 from sparse_rl.model.load import load, load_reader
+from sparse_rl.model.lora import LoraConfig, add_adapters, save_model
 from sparse_rl.model.tiny import tiny_config, tiny_model, tiny_tokenizer
 from sparse_rl.plan.size import model_size
 
@@ -164,3 +165,18 @@ def test_what_is_written_down(tmp_path):
     rope.save(rope.fixed_for(tiny_model("phi3", num_hidden_layers=1)), tmp_path)
     assert json.loads((tmp_path / rope.RECORD).read_text()) == {"longest": 8192}
     assert rope.recorded(tmp_path) == 8192
+
+
+def test_a_merged_model_rotates_with_all_digits(tmp_path):
+    pytest.importorskip("peft")
+    tiny_model(num_hidden_layers=1, dtype=torch.bfloat16).save_pretrained(tmp_path / "base")
+    tiny_tokenizer().save_pretrained(tmp_path / "base")
+    base = load(str(tmp_path / "base")).model
+    ids = torch.randint(0, 256, (1, 400))
+    expected = base(ids).logits
+    add_adapters(base, LoraConfig(r=2), seed=1)
+    (tmp_path / "adapter").mkdir()
+    save_model(base, tmp_path / "adapter")
+    merged = load(str(tmp_path / "adapter")).model
+    assert merged.model.rotary_emb.inv_freq.dtype == torch.float32
+    assert torch.equal(merged(ids).logits, expected), "a fresh adapter adds nothing"

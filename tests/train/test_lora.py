@@ -308,20 +308,6 @@ def test_an_adapter_folder_loads_as_a_model_with_the_adapter_merged(whole):
     torch.testing.assert_close(merged.model.state_dict(), expected)
 
 
-def test_a_merged_model_rotates_with_all_digits(tmp_path):
-    tiny_model(num_hidden_layers=1, dtype=torch.bfloat16).save_pretrained(tmp_path / "base")
-    tiny_tokenizer().save_pretrained(tmp_path / "base")
-    base = load(str(tmp_path / "base")).model
-    ids = torch.randint(0, 256, (1, 400))
-    expected = base(ids).logits
-    add_adapters(base, LoraConfig(r=2), seed=1)
-    (tmp_path / "adapter").mkdir()
-    save_model(base, tmp_path / "adapter")
-    merged = load(str(tmp_path / "adapter")).model
-    assert merged.model.rotary_emb.inv_freq.dtype == torch.float32
-    assert torch.equal(merged(ids).logits, expected), "a fresh adapter adds nothing"
-
-
 def test_adapters_on_adapters_find_their_way_to_the_base(whole, tmp_path):
     """A run that starts from an adapter's checkpoint."""
     folder, _ = whole

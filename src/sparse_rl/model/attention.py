@@ -129,7 +129,8 @@ def attention(
         )
     holder: KeyHolder | None = getattr(key, HOLDER, None)
     if kv is None:  # no engine has checked it
-        check_length(module, key.shape[2] + (holder.get_seq_length() if holder is not None else 0))
+        seen = holder.get_seq_length() if holder is not None else 0
+        check_length(module, seen + key.shape[2], kwargs.get("position_ids"))
     if holder is not None and (attention_mask is None or attention_mask.ndim == 2):
         num_layers: int = module.config.num_hidden_layers  # type: ignore[union-attr,assignment]
         kv, attention_mask = holder.context(num_layers, attention_mask, kwargs.get("position_ids")), None

@@ -114,11 +114,13 @@ def synchronises(model: transformers.PreTrainedModel) -> bool:
     return any(kind in MOVING for rotary in _rotaries(model) for kind in _kinds(rotary.rope_type))
 
 
-def check_length(module: torch.nn.Module, length: int) -> None:
+def check_length(module: torch.nn.Module, length: int, positions: torch.Tensor | None) -> None:
     """Refuse a sequence that is longer than what the rotation of this attention layer's model is right for."""
     config, reach = getattr(module, "config", None), fixed_for(module)
     if reach is None and config is not None and (kinds := moving_types(config)):
         first = context(config, 1)
+        if positions is not None:  # transformers 5.17 feeds Phi-3 one token without a cache where the factor changes
+            length = max(length, int(positions.max()) + 1)
         if length > first:
             raise ValueError(
                 f"a sequence has {length} tokens, and from {first + 1} on this model's rotation ({', '.join(kinds)}) "
