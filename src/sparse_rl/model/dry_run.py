@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from sparse_rl.kernels.attention import AttentionCall
+from sparse_rl.model import rope
 from sparse_rl.model.attention import PackedRows, UnsupportedModelError, no_mask, packed_positions, registered
 
 logger = logging.getLogger(__name__)
@@ -87,7 +88,7 @@ def dry_run(model: transformers.PreTrainedModel) -> AttentionShape:
     """The model's attention shape; raises UnsupportedModelError with the reason if it cannot be sampled from."""
     config, name = model.config, type(model).__name__
     check_dropout(model)
-    warn_of_rope(model)
+    check_rope(model)
     layer_types = getattr(config, "layer_types", None)
     strange = sorted(set(layer_types or ()) - set(LAYER_TYPES))
     if strange:
@@ -222,27 +223,20 @@ def check_dropout(model: transformers.PreTrainedModel) -> None:
             )
 
 
-def warn_of_rope(model: transformers.PreTrainedModel) -> None:
-    """Some rotations depend on the longest sequence of the batch, so rows then influence each other."""
-    kinds = batch_ropes(model)
-    if kinds:
-        logger.warning(
-            "rope type %s depends on the longest sequence decoded together: results then vary with the batch.",
-            ", ".join(sorted(kinds)),
+def check_rope(model: transformers.PreTrainedModel) -> None:
+    """A rotation that follows the longest sequence of a forward would make rows influence each other."""
+    if rope.moves(model):
+        name, kinds = type(model).__name__, ", ".join(sorted(rope.moving_types(model.config)))
+        fixed = "even after rope.fix" if rope.fixed_for(model) else "load it with load, or call rope.fix(model) first"
+        raise UnsupportedModelError(
+            f"{name} chooses its rotation (rope type {kinds}) in every forward, by the longest sequence in it; {fixed}."
         )
-
-
-def batch_ropes(model: transformers.PreTrainedModel) -> set[str]:
-    """The model's rope types that look at the positions of the whole batch."""
-    parameters = getattr(model.config, "rope_parameters", None) or {}
-    nested = [given for given in parameters.values() if isinstance(given, dict)]
-    return {str(given.get("rope_type")) for given in (parameters, *nested)} & {"dynamic", "longrope"}
 
 
 def waits_for_device(model: transformers.PreTrainedModel) -> str:
     """Why the model's forward pass cannot go into a CUDA graph, or nothing if it can."""
-    if batch_ropes(model):
-        return f"its rotation ({', '.join(sorted(batch_ropes(model)))}) looks at the positions"
+    if rope.synchronises(model):
+        return f"its rotation ({', '.join(sorted(rope.moving_types(model.config)))}) looks at the positions"
     if any(getattr(model.config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
         return "it routes tokens to experts"
     return ""

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 import transformers
 
-from sparse_rl.model import lora, smollm2
+from sparse_rl.model import lora, rope, smollm2
 from sparse_rl.model.attention import UnsupportedModelError, registered
 from sparse_rl.model.dry_run import AttentionShape, dry_run
 from sparse_rl.model.tiny import FAMILIES, tiny_config, tiny_model, tiny_tokenizer
@@ -54,7 +54,22 @@ class LoadedModel:
     @property
     def context(self) -> int:
         """Most tokens the model's positions reach."""
-        return _context(self.model.config)
+        return rope.fixed_for(self.model) or rope.context(self.model.config)
+
+    def fit(self, longest: int) -> None:
+        """Where a rotation has several factors, take the one for sequences of this length; a trained one is kept."""
+        kept = recorded(self.model.config.name_or_path or "")
+        if kept is None:
+            rope.fix(self.model, longest)
+        elif longest > self.context:
+            logger.warning(
+                "%s was trained for sequences of up to %d tokens, and keeps their rotation; these of %d end there. "
+                "Without its %s it gets the factor for longer ones.",
+                self.model.config.name_or_path,
+                self.context,
+                longest,
+                rope.RECORD,
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,17 +80,28 @@ class Reader:
     context: int
 
 
-def load(name: str, *, dtype: torch.dtype | None = None, device: str | torch.device = "cpu") -> LoadedModel:
+def load(
+    name: str,
+    *,
+    dtype: torch.dtype | None = None,
+    device: str | torch.device = "cpu",
+    longest: int | None = None,
+) -> LoadedModel:
     """`embedded`, `tiny`, `tiny:FAMILY`, `smollm2`, a folder, or a hub name.
 
     A folder with an adapter is loaded as its base model with the adapter merged. Without a dtype: the checkpoint's own;
     fp32 for those that are known by a name of ours.
+
+    `longest` sequence there will be, in tokens: where a rotation has several factors (`rope.py`), it chooses one.
+    Without it: the one that the checkpoint was trained with here, else that of the longest context.
     """
     check_device(device)
+    longest = longest or recorded(name)
     if name == "tiny" or name.startswith("tiny:"):
         family = name.partition(":")[2] or "llama"
         model = tiny_model(family, dtype=dtype or torch.float32, device=device)
         model.config.name_or_path = name
+        rope.fix(model, longest)
         return LoadedModel(model=model, tokenizer=tiny_tokenizer(), shape=dry_run(model), asked=str(device))
     if name == "embedded":
         model, tokenizer = _from_pretrained(str(EMBEDDED), dtype or torch.float32)
@@ -89,21 +115,31 @@ def load(name: str, *, dtype: torch.dtype | None = None, device: str | torch.dev
         model, tokenizer = _from_pretrained(name, dtype)
     model.to(device=torch.device(device))  # type: ignore[call-arg]
     model.eval()
+    rope.fix(model, longest)
     return LoadedModel(model=model, tokenizer=tokenizer, shape=dry_run(model), asked=str(device))
 
 
-def load_reader(name: str) -> Reader:
+def load_reader(name: str, longest: int | None = None) -> Reader:
     """The tokenizer and the context that `load` would give, and most of the reasons why it would not."""
+    longest = longest or recorded(name)
     if name == "tiny" or name.startswith("tiny:"):
-        return Reader(tokenizer=tiny_tokenizer(), context=_context(tiny_config(name.partition(":")[2] or "llama")))
+        config = tiny_config(name.partition(":")[2] or "llama")
+        return Reader(tokenizer=tiny_tokenizer(), context=rope.context(config, longest))
     folder = Path(name)
     if name != "embedded" and (folder / lora.ADAPTER).is_file():
         with _adapter_of(folder) as base:
-            reader = load_reader(base)
+            reader = load_reader(base, longest)
         return Reader(tokenizer=_adapter_tokenizer(folder, reader.tokenizer), context=reader.context)
     if name == "smollm2":
         return _smollm2(_read)
-    return _read(str(EMBEDDED) if name == "embedded" else name)
+    return _read(str(EMBEDDED) if name == "embedded" else name, longest)
+
+
+def recorded(name: str) -> int | None:
+    """What a checkpoint's rotation was fixed for when it was trained; of an adapter, or else of its base."""
+    folder = Path(name)
+    own = rope.recorded(folder)
+    return recorded(lora.base_name(folder)) if own is None and (folder / lora.ADAPTER).is_file() else own
 
 
 def check_name(name: str) -> None:
@@ -139,10 +175,6 @@ def _say_what_is_ignored(model: transformers.PreTrainedModel) -> None:
     if given:
         listed = ", ".join(f"{name} {value}" for name, value in given.items())
         logger.warning("the checkpoint's own sampling defaults (%s) are ignored.", listed)
-
-
-def _context(config: Any) -> int:
-    return getattr(config.get_text_config(), "max_position_embeddings", None) or 1 << 30
 
 
 def _from_adapter(
@@ -204,10 +236,11 @@ def _smollm2(read: Callable[[str], T]) -> T:
         ) from error
 
 
-def _read(name: str) -> Reader:
+def _read(name: str, longest: int | None = None) -> Reader:
     """Of a folder or a hub name."""
     with _saying_why_not(name):
-        return Reader(context=_context(_config(name)), tokenizer=transformers.AutoTokenizer.from_pretrained(name))
+        context = rope.context(_config(name), longest)
+        return Reader(context=context, tokenizer=transformers.AutoTokenizer.from_pretrained(name))
 
 
 @contextmanager
@@ -256,6 +289,7 @@ def _from_pretrained(
     if getattr(model, "_hf_peft_config_loaded", False):
         raise ValueError(f"model {name!r} is an adapter on the hub; download it, and give its folder.")
     _say_what_is_ignored(model)
+    rope.say_if_unclear(model.config)
     return model, tokenizer
 
 

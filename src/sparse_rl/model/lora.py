@@ -138,7 +138,7 @@ def merge(
     `masters` are parameters by name, of more digits than those in the folder.
     """
     dtype = dtype or model.dtype
-    model.to(torch.promote_types(torch.promote_types(model.dtype, dtype), torch.float32))  # type: ignore[arg-type]
+    _cast(model, torch.promote_types(torch.promote_types(model.dtype, dtype), torch.float32))
     peft = _peft(f"{folder} is an adapter")
     try:
         adapted = peft.PeftModel.from_pretrained(model, str(folder))
@@ -148,7 +148,14 @@ def merge(
         if masters is not None and ".lora_" in name:
             parameter.copy_(masters[name])
     adapted.merge_and_unload()
-    model.to(dtype).requires_grad_(True)  # type: ignore[arg-type]
+    _cast(model, dtype)
+    model.requires_grad_(True)
+
+
+def _cast(model: torch.nn.Module, dtype: torch.dtype) -> None:
+    """Parameters alone: a rotation's frequencies, which are buffers, need all their digits."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
 
 
 def _check_target(model: transformers.PreTrainedModel, target: tuple[str, ...]) -> None:

@@ -17,6 +17,7 @@ import torch
 import transformers
 
 from sparse_rl.kernels.attention import AttentionCall
+from sparse_rl.model import rope
 from sparse_rl.model.attention import no_mask, registered
 from sparse_rl.model.dry_run import AttentionShape
 from sparse_rl.model.load import EMBEDDED, check_name
@@ -88,6 +89,7 @@ def model_size(config: transformers.PretrainedConfig, name: str, dtype: torch.dt
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=registered())
     mixture = any(parameter.ndim == 3 for parameter in model.parameters())
     traced = torch.bfloat16 if mixture else dtype  # experts' grouped products know no other on the meta device
+    rope.fix(model)
     try:
         layers = decoder_layers(model.to(traced))
         few, many = (_trace(model, layers, tokens) for tokens in PROBES)
@@ -117,7 +119,7 @@ def model_size(config: transformers.PretrainedConfig, name: str, dtype: torch.dt
         hidden=config.hidden_size,
         intermediate=max(m.out_features for x in layers for m in x.modules() if isinstance(m, torch.nn.Linear)),
         vocabulary=head.weight.shape[0],
-        context=getattr(config, "max_position_embeddings", None) or 1 << 30,
+        context=rope.context(config),
         attention=many.shape(dtype),
         saved_layers=sum(inside),
         saved_layer=max(inside),

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 import transformers
 
-from sparse_rl.model import lora
-from sparse_rl.model.load import load
+from sparse_rl.model import lora, rope
+from sparse_rl.model.load import load, recorded
 from sparse_rl.runfolder import publish, remove, unfinished
 from sparse_rl.specs import first_line
 from sparse_rl.train import checkpoint
@@ -30,6 +30,7 @@ def export(folder: Path, output: Path, dtype: torch.dtype | None = None) -> None
     try:
         model.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
+        rope.save(recorded(str(folder)), temporary)
         publish(temporary, output)
     except checkpoint.FULL_DISK as error:
         reason = first_line(error)
