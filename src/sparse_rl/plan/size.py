@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import transformers
 
+from sparse_rl.model import dequantise, wrappers
 from sparse_rl.model.attention import no_mask, registered
 from sparse_rl.model.dry_run import AttentionShape
 from sparse_rl.model.load import EMBEDDED, check_name
@@ -78,13 +79,20 @@ def model_config(name: str, *, download: bool) -> transformers.PretrainedConfig:
         where = "this folder" if Path(name).exists() else "the hub" if download else "the local cache"
         raise ValueError(f"the configuration of {name!r} is not to be had from {where}: {first_line(error)}") from error
     assert isinstance(config, transformers.PretrainedConfig)
+    dequantise.ask_for_plain_weights(config, name)
     return config
 
 
 def model_size(config: transformers.PretrainedConfig, name: str, dtype: torch.dtype) -> ModelSize:
     """The size of a model with this configuration and dtype."""
+    dequantise.forget(config)
+    wrapped = wrappers.is_wrapper(config)
+    kind: Any = transformers.AutoModelForImageTextToText if wrapped else wrappers.causal_lm(config)
     with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=registered())
+        model = kind.from_config(config, dtype=dtype, attn_implementation=registered())
+    if wrapped:
+        model = wrappers.text_of(model)
+        config = model.config
     try:
         layers = decoder_layers(model)
         few, many = (_trace(model, layers, tokens) for tokens in PROBES)
