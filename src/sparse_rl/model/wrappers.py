@@ -14,12 +14,12 @@ import logging
 import shutil
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import huggingface_hub
 import torch
 import transformers
-from safetensors import safe_open
+from safetensors.torch import load_file
 
 from sparse_rl.model import dequantise
 from sparse_rl.model.attention import UnsupportedModelError, registered
@@ -38,9 +38,9 @@ def is_wrapper(config: Any) -> bool:
 
 def causal_lm(config: Any) -> Any:
     """What makes a causal language model of a config: the library's, or for a bare text module one of ours."""
-    kind = type(config)
+    kind: Any = type(config)
     known = kind in transformers.MODEL_FOR_CAUSAL_LM_MAPPING or kind not in transformers.MODEL_MAPPING
-    inner = None if known else transformers.MODEL_MAPPING[kind]
+    inner: Any = None if known else transformers.MODEL_MAPPING[kind]
     if inner is None or not inner.__name__.endswith("TextModel"):
         return transformers.AutoModelForCausalLM
     return _with_head(inner, kind)
@@ -50,10 +50,10 @@ def causal_lm(config: Any) -> Any:
 def _with_head(inner: Any, kind: type) -> type[transformers.PreTrainedModel]:
     """A class that puts a head on a text module."""
 
-    class TextForCausalLM(inner.__base__, transformers.GenerationMixin):  # type: ignore[misc,name-defined]
+    class TextForCausalLM(inner.__base__, transformers.GenerationMixin):  # type: ignore[misc]
         config_class = kind
         base_model_prefix = "model"
-        _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+        _tied_weights_keys: ClassVar = {"lm_head.weight": "model.embed_tokens.weight"}
 
         def __init__(self, config: Any) -> None:
             super().__init__(config)
@@ -66,21 +66,10 @@ def _with_head(inner: Any, kind: type) -> type[transformers.PreTrainedModel]:
             input_ids: torch.Tensor | None = None,
             attention_mask: Any = None,
             position_ids: torch.Tensor | None = None,
-            past_key_values: Any = None,
-            inputs_embeds: torch.Tensor | None = None,
-            use_cache: bool | None = None,
             logits_to_keep: int | torch.Tensor = 0,
             **kwargs: Any,
         ) -> Any:
-            outputs = self.model(
-                input_ids=input_ids,
-                attention_mask=attention_mask,
-                position_ids=position_ids,
-                past_key_values=past_key_values,
-                inputs_embeds=inputs_embeds,
-                use_cache=use_cache,
-                **kwargs,
-            )
+            outputs = self.model(input_ids, attention_mask=attention_mask, position_ids=position_ids, **kwargs)
             kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
             return transformers.modeling_outputs.CausalLMOutputWithPast(
                 logits=self.lm_head(outputs.last_hidden_state[:, kept]), past_key_values=outputs.past_key_values
@@ -96,14 +85,14 @@ def load_text(name: str, **settings: Any) -> tuple[transformers.PreTrainedModel,
     loaded: Any = transformers.AutoModelForImageTextToText.from_pretrained(name, output_loading_info=True, **settings)
     wrapper, report = loaded
     model = text_of(wrapper)
-    path = path_of(wrapper, wrapper.get_decoder())
-    model.config.wrapped_in = {
-        "name": lasting_name(name), "revision": getattr(wrapper.config, "_commit_hash", None), "text": path
-    }  # fmt: skip
+    path, head = (path_of(wrapper, part) for part in (wrapper.get_decoder(), wrapper.get_output_embeddings()))
+    revision = getattr(wrapper.config, "_commit_hash", None)
+    model.config.wrapped_in = {"name": lasting_name(name), "revision": revision, "text": path}
     model.config.name_or_path = name
     model.generation_config = wrapper.generation_config
-    others = [f"{place}." for place in _beside(wrapper, path)]
-    unused = [key for key in report["unexpected_keys"] if not key.startswith(tuple(others))]
+    names = [f"{name}." for name, _ in wrapper.named_modules() if name and name != head]
+    others = tuple(name for name in names if not name.startswith(f"{path}.") and not f"{path}.".startswith(name))
+    unused = [key for key in report["unexpected_keys"] if not key.startswith(others)]
     if not report["missing_keys"]:
         _check_logits(wrapper.eval(), model)
     return model, sorted(report["missing_keys"]), sorted(unused)
@@ -126,20 +115,8 @@ def text_of(wrapper: transformers.PreTrainedModel) -> transformers.PreTrainedMod
     return model
 
 
-def path_of(model: torch.nn.Module, part: Any) -> str:
-    return next(name for name, module in model.named_modules() if module is part)
-
-
-def _beside(wrapper: torch.nn.Module, path: str) -> list[str]:
-    """The modules that stand beside the text module or beside one that holds it."""
-    steps = path.split(".")
-    found = []
-    for depth in range(len(steps)):
-        above = ".".join(steps[:depth])
-        names = [name for name, _ in wrapper.get_submodule(above).named_children() if name != steps[depth]]
-        found += [f"{above}.{name}".lstrip(".") for name in names]
-    head = path_of(wrapper, wrapper.get_output_embeddings())  # type: ignore[operator]
-    return [name for name in found if name != head]
+def path_of(model: Any, part: Any) -> str:
+    return next(str(name) for name, module in model.named_modules() if module is part)
 
 
 @torch.no_grad()
@@ -152,6 +129,13 @@ def _check_logits(wrapper: Any, model: Any) -> None:
     model.set_attn_implementation(registered())
     if (outer - inner).abs().mean() > 1e-3 * outer.std():
         raise UnsupportedModelError(f"{type(wrapper).__name__} gives text other logits than {type(model).__name__}.")
+
+
+def prefixes(model: transformers.PreTrainedModel) -> tuple[str, str]:
+    """How the names of the text module's parts begin in the model, and in its wrapper if it has one."""
+    inside = f"{model.base_model_prefix}."
+    wrapped_in = getattr(model.config, "wrapped_in", None)
+    return inside, f"{wrapped_in['text']}." if wrapped_in else inside
 
 
 def lasting_name(name: str | None) -> str | None:
@@ -169,7 +153,7 @@ def save(model: transformers.PreTrainedModel, folder: Path) -> None:
         source = _source(**wrapped_in)
     except Exception as error:  # whatever the hub or the file system says
         logger.warning(
-            "%s is gone (%s), from which the tensors that were not trained would come; the text model is exported alone.",
+            "%s, which has the tensors that were not trained, is gone (%s); the text model is exported alone.",
             wrapped_in["name"],
             first_line(error),
         )
@@ -201,11 +185,14 @@ def _save_wrapper(model: transformers.PreTrainedModel, source: Path, folder: Pat
         wrapper: Any = transformers.AutoModelForImageTextToText.from_pretrained(source, config=config, dtype="auto")
     if quantised:
         dequantise.finish(wrapper, None)
-    pairs = ((wrapper.get_decoder(), model.base_model), (wrapper.get_output_embeddings(), model.get_output_embeddings()))
+    pairs = (
+        (wrapper.get_decoder(), model.base_model),
+        (wrapper.get_output_embeddings(), model.get_output_embeddings()),
+    )
     trained = {
         f"{path_of(wrapper, outer)}.{name}": tensor
         for outer, inner in pairs
-        for name, tensor in inner.state_dict().items()  # type: ignore[union-attr]
+        for name, tensor in inner.state_dict().items()
     }
     others = {name: tensor for name, tensor in wrapper.state_dict().items() if name not in trained}
     state = to_files(wrapper, trained)
@@ -218,9 +205,8 @@ def _stored(source: Path, trained: dict[str, torch.Tensor]) -> dict[str, torch.T
     """The tensors in a folder's safetensors files that were not trained."""
     index = source / "model.safetensors.index.json"
     names = json.loads(index.read_text())["weight_map"].values() if index.is_file() else ["model.safetensors"]
-    stored = {}
+    stored: dict[str, torch.Tensor] = {}
     for file in sorted({source / name for name in names}):
         if file.is_file():
-            with safe_open(file, "pt") as tensors:
-                stored |= {name: tensors.get_tensor(name) for name in tensors.keys() if name not in trained}
+            stored |= {name: tensor for name, tensor in load_file(file).items() if name not in trained}
     return stored
