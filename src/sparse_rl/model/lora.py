@@ -88,13 +88,12 @@ def save_model(model: transformers.PreTrainedModel, folder: Path) -> None:
     # Not the library's own `save_pretrained`, which asks the hub each time whether the base's vocabulary has changed.
     state = _peft("the model has adapters").get_peft_model_state_dict(model, save_embedding_layers=False)
     inside, outside = wrappers.prefixes(model)
-    names = {name: re.sub(f"^{re.escape(inside)}", outside, name) for name in state}
-    weights = {f"base_model.model.{names[name]}": value.contiguous() for name, value in state.items()}
+    outer = {name: re.sub(f"^{re.escape(inside)}", outside, name) for name in state}
+    weights = {f"base_model.model.{outer[name]}": value.contiguous() for name, value in state.items()}
     save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
     settings: Any = copy.copy(model.peft_config["default"])
-    if inside != outside:  # the vision tower has projections of the same names
-        targets = "|".join(re.escape(target) for target in sorted(settings.target_modules))
-        settings.target_modules = rf"{re.escape(outside)}(.*\.)?({targets})"
+    if inside != outside:  # in full, because the vision tower may have projections of the same names
+        settings.target_modules = {name.partition(".lora_")[0] for name in outer.values()}
     settings.save_pretrained(folder)
 
 

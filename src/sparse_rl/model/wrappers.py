@@ -86,8 +86,7 @@ def load_text(name: str, **settings: Any) -> tuple[transformers.PreTrainedModel,
     wrapper, report = loaded
     model = text_of(wrapper)
     path, head = (path_of(wrapper, part) for part in (wrapper.get_decoder(), wrapper.get_output_embeddings()))
-    revision = getattr(wrapper.config, "_commit_hash", None)
-    model.config.wrapped_in = {"name": lasting_name(name), "revision": revision, "text": path}
+    model.config.wrapped_in = {"name": lasting_name(name), "text": path}
     model.config.name_or_path = name
     model.generation_config = wrapper.generation_config
     names = [f"{name}." for name, _ in wrapper.named_modules() if name and name != head]
@@ -150,7 +149,7 @@ def save(model: transformers.PreTrainedModel, folder: Path) -> None:
         model.save_pretrained(folder)
         return
     try:
-        source = _source(**wrapped_in)
+        source = _source(wrapped_in["name"])
     except Exception as error:  # whatever the hub or the file system says
         logger.warning(
             "%s, which has the tensors that were not trained, is gone (%s); the text model is exported alone.",
@@ -167,10 +166,10 @@ def save(model: transformers.PreTrainedModel, folder: Path) -> None:
                 shutil.copy(file, folder)
 
 
-def _source(name: str, revision: str | None, text: str) -> Path:
+def _source(name: str) -> Path:
     folder = Path(name)
     if not folder.is_absolute():
-        folder = Path(huggingface_hub.snapshot_download(name, revision=revision, allow_patterns=[*FILES]))
+        folder = Path(huggingface_hub.snapshot_download(name, allow_patterns=[*FILES]))
     if not (folder / "config.json").is_file():
         raise FileNotFoundError("there is no config.json")
     return folder
