@@ -28,6 +28,7 @@ TEXT: dict[str, Any] = {
 TOWER = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 PICTURE = {"image_size": 28, "patch_size": 14}
 QWEN = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "out_hidden_size": 64, "num_heads": 2}
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 48}
 MROPE = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 10000.0}
 YARN = {
     "rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 16, "rope_theta": 10000.0,
@@ -66,17 +67,37 @@ WRAPPERS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] 
         {**QWEN, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
         {},
     ),
+    "qwen3_vl_moe": (
+        "qwen3_vl_moe",
+        {"rope_parameters": {**MROPE, "mrope_interleaved": True}, "num_experts": 4, **EXPERTS},
+        {**QWEN, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
+        {},
+    ),
+    "glm4v_moe": (
+        "glm4v_moe",
+        {
+            "rope_parameters": {**MROPE, "partial_rotary_factor": 1.0},
+            "n_routed_experts": 4,
+            "n_shared_experts": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+            **EXPERTS,
+        },
+        {**QWEN, "image_size": 28},
+        {},
+    ),
     "glm4v": ("glm4v", {"rope_parameters": {**MROPE, "partial_rotary_factor": 1.0}}, {**QWEN, "image_size": 28}, {}),
 }
 
 
-def save_wrapper(name: str, folder: Path, dtype: torch.dtype = torch.float32, **settings: Any) -> Any:
+def save_wrapper(name: str, folder: Path, dtype: torch.dtype = torch.float32, **more: Any) -> Any:
     """Write the wrapper with a tokenizer and a processor's settings."""
     kind, text, vision, rest = WRAPPERS[name]
-    config = transformers.AutoConfig.for_model(kind, text_config={**TEXT, **text}, vision_config=vision, **rest)
+    config = transformers.AutoConfig.for_model(kind, text_config={**TEXT, **text, **more}, vision_config=vision, **rest)
     wrapper = transformers.AutoModelForImageTextToText.from_config(config, dtype=dtype).eval()
     wrapper.generation_config.eos_token_id = [258, 10]
-    wrapper.save_pretrained(folder, **settings)
+    wrapper.save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     (folder / "preprocessor_config.json").write_text('{"size": 28}')
     return wrapper

@@ -16,10 +16,13 @@ from small_run import small_trainer
 from tiny_wrappers import WRAPPERS, other_weights, save_wrapper, text_weights
 
 from sparse_rl.evaluate import EvalConfig
+from sparse_rl.kv import Full
 from sparse_rl.model import lora, wrappers
 from sparse_rl.model.load import load, load_reader, stop_ids
 from sparse_rl.plan import model_config, model_size
+from sparse_rl.rollout import Engine, EngineConfig, Sampling
 from sparse_rl.train import OptimizerConfig
+from sparse_rl.train.distill import DistillConfig
 from sparse_rl.train.export import export
 
 QUICK = ("gemma3", "qwen2_5_vl")  # a text model of the library's, and one that gets its head from us
@@ -81,7 +84,7 @@ def test_a_wrapper_is_trained_and_exported_as_itself(tmp_path, name):
 def test_what_is_planned_is_what_is_loaded(tmp_path, name):
     save_wrapper(name, tmp_path)
     model = load(str(tmp_path)).model
-    size = model_size(model_config(str(tmp_path), download=False), "x", torch.float32)
+    size = model_size(model_config(str(tmp_path), download=False), "x", torch.bfloat16)
     assert size.parameters == sum(parameter.numel() for parameter in model.parameters())
     assert size.context == load_reader(str(tmp_path)).context == 256
 
@@ -163,6 +166,15 @@ def test_a_wrapper_that_is_gone_is_said_and_its_text_model_exported_alone(tmp_pa
     assert "wrapped_in" not in (tmp_path / "out/config.json").read_text()
 
 
+def test_another_model_in_the_place_of_the_wrapper_is_refused(tmp_path, qwen):
+    _, _, checkpoint, _ = qwen
+    save_wrapper("qwen2_5_vl", tmp_path / "source", hidden_size=96)
+    found = load(str(checkpoint)).model
+    found.config.wrapped_in["name"] = str(tmp_path / "source")
+    with pytest.raises(ValueError, match=r"source is not the model that was trained: .* does not fit"):
+        wrappers.save(found, tmp_path / "out")
+
+
 def test_missing_and_unused_text_weights_are_listed(tmp_path, qwen):
     _, source, _, _ = qwen
     weights = copied(tmp_path / "a", source)
@@ -212,6 +224,34 @@ def test_shards_of_a_wrapper_and_other_dtypes(tmp_path, qwen):
     assert {t.dtype for name, t in stored.items() if "visual" in name} == {torch.bfloat16}
 
 
+@pytest.mark.parametrize("name", ALL)
+def test_names_that_newer_files_have_are_kept(tmp_path, name):
+    wrapper = save_wrapper(name, tmp_path / "source")
+    wrapper.save_pretrained(tmp_path / "source", save_original_format=False)
+    model = load(str(tmp_path / "source")).model
+    assert same(model.state_dict(), text_weights(wrapper))
+    wrappers.save(model, tmp_path / "out")
+    ours, theirs = (load_file(tmp_path / folder / "model.safetensors") for folder in ("out", "source"))
+    assert same(ours, theirs)
+
+
+def test_a_config_that_holds_the_texts_settings_itself(tmp_path, qwen):
+    """As published Qwen2.5-VL checkpoints have it."""
+    wrapper, source, _, _ = qwen
+    weights, config = copied(tmp_path / "flat", source), json.loads((source / "config.json").read_text())
+    text = config.pop("text_config")
+    for key in ("model_type", "rope_parameters", "layer_types", "architectures"):
+        text.pop(key, None)
+    edited = text | config | {"rope_theta": 10000.0, "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}}
+    (tmp_path / "flat/config.json").write_text(json.dumps(edited))
+    ids = torch.randint(0, 256, (1, 60))
+    found = load(str(tmp_path / "flat")).model
+    assert torch.equal(logits(found, ids), logits(wrapper, ids))
+    wrappers.save(found, tmp_path / "out")
+    assert same(load_file(tmp_path / "out/model.safetensors"), weights)
+    assert torch.equal(logits(read(tmp_path / "out", dtype="auto"), ids), logits(wrapper, ids))
+
+
 def test_a_wrapper_from_the_hubs_cache(tmp_path, monkeypatch, qwen):
     _, source, _, model = qwen
     commit, repo = "0" * 40, tmp_path / "hub/models--owner--wrapper"
@@ -244,6 +284,38 @@ def test_text_that_the_wrapper_reads_in_another_way_is_refused(qwen, monkeypatch
     monkeypatch.setattr(kind, "forward", capped)
     with pytest.raises(ValueError, match="gives text other logits than Qwen2_5_VLTextForCausalLM"):
         load(str(source))
+
+
+def test_a_head_of_ours_generates_like_the_wrapper(tmp_path):
+    """With transformers' own generate, in batches with padding too."""
+    wrapper = save_wrapper("qwen2_5_vl", tmp_path)
+    model = load(str(tmp_path)).model
+    ids = torch.randint(0, 256, (3, 12))
+    seen = torch.arange(12)[None] >= torch.tensor([[0], [4], [9]])
+    texts = []
+    for module in (wrapper, model):
+        module.set_attn_implementation("eager")
+        texts.append(module.generate(ids, attention_mask=seen.long(), max_new_tokens=30, do_sample=False))
+    assert torch.equal(*texts) and texts[0].shape[1] > 13
+    sampled = Engine(load(str(tmp_path)), Full(), EngineConfig(rows=2)).generate(
+        [[int(i) for i in row[keep]] for row, keep in zip(ids, seen, strict=True)],
+        Sampling(max_tokens=30, temperature=0),
+    )
+    for text, rollout in zip(texts[1], sampled, strict=True):
+        length = len(rollout.token_ids)
+        assert rollout.token_ids.tolist() == text[12 : 12 + length].tolist()
+
+
+@pytest.mark.slow
+def test_a_wrappers_run_resumes_and_may_have_a_samplers_adapter(tmp_path, qwen):
+    _, source, _, _ = qwen
+    parts = {"eval": EvalConfig(prompts=1), "distill": DistillConfig(r=2)}
+    small_trainer(tmp_path / "whole", loaded=load(str(source)), parts=parts, steps=2).train()
+    shutil.copytree(tmp_path / "whole", tmp_path / "twice")
+    shutil.rmtree(tmp_path / "twice/checkpoint-2")
+    again = load(str(source))
+    small_trainer(tmp_path / "twice", loaded=again, parts=parts, steps=2, resume_from_checkpoint=True).train()
+    assert same(load(str(tmp_path / "whole/checkpoint-2")).model.state_dict(), again.model.state_dict())
 
 
 def test_commands_take_wrappers_and_their_checkpoints(tmp_path, qwen):

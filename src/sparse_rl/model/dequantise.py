@@ -32,9 +32,9 @@ def ask_for_plain_weights(config: Any, name: str) -> bool:
     method = settings.get("quant_method", "unknown method")
     if method not in METHODS:
         raise UnsupportedModelError(
-            f"model {name!r} is quantised ({method}), but sampler and learner share one module of plain weights, and "
-            f"only {' and '.join(METHODS)} can be turned into those at load; give the unquantised model, with --lora.r "
-            "16 if memory is short."
+            f"model {name!r} is quantised ({method}), but sampler and learner share one module of plain weights; give "
+            f"the unquantised model, with --lora.r 16 if memory is short, or one in {' or '.join(METHODS)}, which is "
+            "dequantised at load."
         )
     forget(config)
     config.quantization_config = {**settings, "dequantize": True}
@@ -59,8 +59,11 @@ def finish(model: transformers.PreTrainedModel, dtype: torch.dtype | None) -> No
 
 
 @contextmanager
-def cut_blocks() -> Iterator[None]:
+def cut_blocks(config: Any) -> Iterator[None]:
     """Read FP8 blocks that a matrix's edge cuts short, as DeepSeek-V3 has (576 rows in blocks of 128)."""
+    if not getattr(config, "quantization_config", None):
+        yield
+        return
     operation = importlib.import_module("transformers.integrations.finegrained_fp8").Fp8Dequantize
     dequantise = operation._dequantize_one
 

@@ -235,16 +235,17 @@ def _saying_why_not(name: str) -> Iterator[None]:
 def _from_pretrained(
     name: str, dtype: torch.dtype | None
 ) -> tuple[transformers.PreTrainedModel, transformers.PreTrainedTokenizerBase]:
-    with _saying_why_not(name), dequantise.cut_blocks():
+    with _saying_why_not(name):
         config = _config(name)
         quantised = getattr(config, "quantization_config", None)
         how = {"config": config, "dtype": dtype or "auto", "attn_implementation": registered()}
-        if wrappers.is_wrapper(config):
-            model, missing, unused = wrappers.load_text(name, **how)
-        else:
-            loaded: Any = wrappers.causal_lm(config).from_pretrained(name, **how, output_loading_info=True)
-            model, missing = loaded[0], sorted(loaded[1]["missing_keys"])
-            unused = sorted(loaded[1]["unexpected_keys"]) if quantised else []  # scales without weights, say
+        with dequantise.cut_blocks(config):
+            if wrappers.is_wrapper(config):
+                model, missing, unused = wrappers.load_text(name, **how)
+            else:
+                loaded: Any = wrappers.causal_lm(config).from_pretrained(name, **how, output_loading_info=True)
+                model, missing = loaded[0], sorted(loaded[1]["missing_keys"])
+                unused = sorted(loaded[1]["unexpected_keys"]) if quantised else []  # scales without weights, say
         if quantised:
             dequantise.finish(model, dtype)
         tokenizer = transformers.AutoTokenizer.from_pretrained(name)

@@ -14,7 +14,7 @@ import logging
 import shutil
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import huggingface_hub
 import torch
@@ -51,9 +51,9 @@ def _with_head(inner: Any, kind: type) -> type[transformers.PreTrainedModel]:
     """A class that puts a head on a text module."""
 
     class TextForCausalLM(inner.__base__, transformers.GenerationMixin):  # type: ignore[misc]
+        __module__ = inner.__module__  # whose source the library reads to learn what can be set
         config_class = kind
         base_model_prefix = "model"
-        _tied_weights_keys: ClassVar = {"lm_head.weight": "model.embed_tokens.weight"}
 
         def __init__(self, config: Any) -> None:
             super().__init__(config)
@@ -75,6 +75,7 @@ def _with_head(inner: Any, kind: type) -> type[transformers.PreTrainedModel]:
                 logits=self.lm_head(outputs.last_hidden_state[:, kept]), past_key_values=outputs.past_key_values
             )
 
+    TextForCausalLM._tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
     TextForCausalLM.from_config = TextForCausalLM._from_config
     TextForCausalLM.__name__ = TextForCausalLM.__qualname__ = inner.__name__.removesuffix("Model") + "ForCausalLM"
     return TextForCausalLM
@@ -152,7 +153,8 @@ def save(model: transformers.PreTrainedModel, folder: Path) -> None:
         source = _source(wrapped_in["name"])
     except Exception as error:  # whatever the hub or the file system says
         logger.warning(
-            "%s, which has the tensors that were not trained, is gone (%s); the text model is exported alone.",
+            "%s, which has the tensors that were not trained, is gone (%s); the text model is exported alone. Bring it "
+            "back to export the whole.",
             wrapped_in["name"],
             first_line(error),
         )
@@ -180,7 +182,7 @@ def _save_wrapper(model: transformers.PreTrainedModel, source: Path, folder: Pat
     to_files = importlib.import_module("transformers.core_model_loading").revert_weight_conversion
     config: Any = transformers.AutoConfig.from_pretrained(source)
     quantised = dequantise.ask_for_plain_weights(config, str(source))
-    with dequantise.cut_blocks():
+    with dequantise.cut_blocks(config):
         wrapper: Any = transformers.AutoModelForImageTextToText.from_pretrained(source, config=config, dtype="auto")
     if quantised:
         dequantise.finish(wrapper, None)
@@ -193,7 +195,11 @@ def _save_wrapper(model: transformers.PreTrainedModel, source: Path, folder: Pat
         for outer, inner in pairs
         for name, tensor in inner.state_dict().items()
     }
-    others = {name: tensor for name, tensor in wrapper.state_dict().items() if name not in trained}
+    own = wrapper.state_dict()
+    strange = [name for name, tensor in trained.items() if name not in own or own[name].shape != tensor.shape]
+    if strange:
+        raise ValueError(f"{source} is not the model that was trained: {strange[0]} does not fit; put that one there.")
+    others = {name: tensor for name, tensor in own.items() if name not in trained}
     state = to_files(wrapper, trained)
     state |= (None if quantised else _stored(source, state)) or to_files(wrapper, others)
     wrapper.to(model.dtype)  # what its config will say
