@@ -39,6 +39,7 @@ def save(folder, model_type, **settings):
 
 def to_fp8(folder, plain, block=BLOCK, settings=FP8):
     """Quantise the linear layers in a folder; `plain` becomes the same with weights that are dequantised by hand."""
+    pytest.importorskip("accelerate")
     weights, dequantised = load_file(folder / "model.safetensors"), {}
     for name, weight in list(weights.items()):
         dequantised[name] = weight
