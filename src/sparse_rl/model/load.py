@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 import transformers
 
-from sparse_rl.model import lora, rope, smollm2
+from sparse_rl.model import dequantise, lora, rope, smollm2, wrappers
 from sparse_rl.model.attention import UnsupportedModelError, registered
 from sparse_rl.model.dry_run import AttentionShape, dry_run
 from sparse_rl.model.tiny import FAMILIES, tiny_config, tiny_model, tiny_tokenizer
@@ -31,6 +31,7 @@ EMBEDDED = Path(__file__).parent / "embedded"  # made by scripts/pretrain_chain.
 DTYPES = ("float32", "bfloat16", "float16", "float64")  # that weights may be loaded in
 TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 SAMPLED = 64  # weights of each tensor that go into a model's digest
+LISTED = 8  # names of weights in an error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,16 +210,9 @@ def _adapter_tokenizer(
 
 
 def _config(name: str) -> Any:
-    """The model's config; a quantised checkpoint is refused: what is trained and sampled from are plain weights."""
+    """The model's config; that of a quantised checkpoint asks for plain weights, or is refused."""
     config = transformers.AutoConfig.from_pretrained(name)
-    quantised = getattr(config, "quantization_config", None)
-    if quantised:
-        given = quantised if isinstance(quantised, dict) else quantised.to_dict()
-        raise UnsupportedModelError(
-            f"model {name!r} is quantised ({given.get('quant_method', 'unknown method')}), but the sampler shares the "
-            "learner's module, whose decode graphs, joined projections and updates in place need plain weights; give "
-            "the unquantised model, with --lora.r 16 if memory is short."
-        )
+    dequantise.ask_for_plain_weights(config, name)
     return config
 
 
@@ -275,22 +269,33 @@ def _from_pretrained(
     name: str, dtype: torch.dtype | None
 ) -> tuple[transformers.PreTrainedModel, transformers.PreTrainedTokenizerBase]:
     with _saying_why_not(name):
-        _config(name)
-        loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
-            name, dtype=dtype or "auto", attn_implementation=registered(), output_loading_info=True
-        )
-        model, report = loaded
+        config = _config(name)
+        quantised = getattr(config, "quantization_config", None)
+        how = {"config": config, "dtype": dtype or "auto", "attn_implementation": registered()}
+        with dequantise.cut_blocks(config):
+            if wrappers.is_wrapper(config):
+                model, missing, unused = wrappers.load_text(name, **how)
+            else:
+                loaded: Any = wrappers.causal_lm(config).from_pretrained(name, **how, output_loading_info=True)
+                model, missing = loaded[0], sorted(loaded[1]["missing_keys"])
+                unused = sorted(loaded[1]["unexpected_keys"]) if quantised else []  # scales without weights, say
+        if quantised:
+            dequantise.finish(model, dtype)
         tokenizer = transformers.AutoTokenizer.from_pretrained(name)
-    if report["missing_keys"]:  # transformers would go on with random weights there
-        missing = sorted(report["missing_keys"])
-        raise ValueError(
-            f"model {name!r} lacks {len(missing)} weights, {missing[0]} among them; its files are damaged."
-        )
+    if missing:  # transformers would go on with random weights there
+        raise ValueError(f"model {name!r} lacks {_listed(missing)}; its files are damaged.")
+    if unused:
+        raise ValueError(f"model {name!r} has {_listed(unused)} that its class in transformers does not use.")
     if getattr(model, "_hf_peft_config_loaded", False):
         raise ValueError(f"model {name!r} is an adapter on the hub; download it, and give its folder.")
     _say_what_is_ignored(model)
     rope.say_if_unclear(model.config)
     return model, tokenizer
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
+    return f"{len(names)} weights, {', '.join(names[:LISTED])}{more}"
 
 
 def weights_digest(model: transformers.PreTrainedModel, *, adapters: bool = True) -> str:

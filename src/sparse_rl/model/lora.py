@@ -3,15 +3,18 @@
 
 They are put into the Hugging Face module in place, so sampler and learner share them as they share everything else. B
 starts at 0: before the first update the adapted module is the base. A checkpoint holds the adapters alone, in peft's
-layout; `merge` adds such a folder to the weights of its base.
+layout; `merge` adds such a folder to the weights of its base. Adapters of a wrapper's text model have the names of the
+wrapper's modules: the wrapper is the base that their config names, so peft can put them on it.
 
 An adapter that the sampler alone has is in `sampler_adapter.py`.
 """
 
 from __future__ import annotations
 
+import copy
 import importlib
 import json
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,12 +24,14 @@ from typing import Any
 import torch
 import transformers
 from safetensors import SafetensorError
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
+from sparse_rl.model import wrappers
 from sparse_rl.specs import first_line, refuse_unused
 
 ALL = "all-linear"
 ADAPTER = "adapter_config.json"  # a folder with this file is an adapter's
+WEIGHTS = "adapter_model.safetensors"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +77,7 @@ def add_adapters(model: transformers.PreTrainedModel, config: LoraConfig, seed: 
         torch.manual_seed(seed)
         model.add_adapter(settings)
     model.train(model.training)  # what is new among its parts too
-    model.peft_config["default"].base_model_name_or_path = _lasting_name(model.config.name_or_path)
+    model.peft_config["default"].base_model_name_or_path = wrappers.lasting_name(model.config.name_or_path)
 
 
 def save_model(model: transformers.PreTrainedModel, folder: Path) -> None:
@@ -82,9 +87,14 @@ def save_model(model: transformers.PreTrainedModel, folder: Path) -> None:
         return
     # Not the library's own `save_pretrained`, which asks the hub each time whether the base's vocabulary has changed.
     state = _peft("the model has adapters").get_peft_model_state_dict(model, save_embedding_layers=False)
-    weights = {f"base_model.model.{name}": value.contiguous() for name, value in state.items()}
-    save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-    model.peft_config["default"].save_pretrained(folder)
+    inside, outside = wrappers.prefixes(model)
+    outer = {name: re.sub(f"^{re.escape(inside)}", outside, name) for name in state}
+    weights = {f"base_model.model.{outer[name]}": value.contiguous() for name, value in state.items()}
+    save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
+    settings: Any = copy.copy(model.peft_config["default"])
+    if inside != outside:  # in full, because the vision tower may have projections of the same names
+        settings.target_modules = {name.partition(".lora_")[0] for name in outer.values()}
+    settings.save_pretrained(folder)
 
 
 @contextmanager
@@ -141,7 +151,7 @@ def merge(
     _cast(model, torch.promote_types(torch.promote_types(model.dtype, dtype), torch.float32))
     peft = _peft(f"{folder} is an adapter")
     try:
-        adapted = peft.PeftModel.from_pretrained(model, str(folder))
+        adapted = peft.PeftModel.from_pretrained(model, str(folder), **_from_wrapper(model, folder, peft))
     except (OSError, RuntimeError, ValueError, KeyError, SafetensorError) as error:
         raise ValueError(f"the adapter in {folder} does not fit its base model: {first_line(error)}") from error
     for name, parameter in model.named_parameters():
@@ -158,6 +168,23 @@ def _cast(model: torch.nn.Module, dtype: torch.dtype) -> None:
         parameter.data = parameter.data.to(dtype)
 
 
+def _from_wrapper(model: transformers.PreTrainedModel, folder: Path, peft: Any) -> dict[str, Any]:
+    """How peft reads an adapter of a wrapper into its text model; one of other parts too is refused."""
+    inside, outside = wrappers.prefixes(model)
+    if inside == outside:
+        return {}
+    names = load_file(folder / WEIGHTS)
+    places = {name.removeprefix("base_model.model.").partition(".lora_")[0] for name in names}
+    found = {place: re.sub(f"^{re.escape(outside)}", inside, place) for place in sorted(places)}
+    known = {name for name, _ in model.named_modules()}
+    foreign = [place for place, name in found.items() if name not in known]
+    if foreign:
+        raise ValueError(f"it adapts {len(foreign)} modules outside of the text model, {foreign[0]} among them")
+    config = peft.PeftConfig.from_pretrained(str(folder))
+    config.target_modules = {*found.values()}
+    return {"config": config, "key_mapping": {f"^{re.escape(outside)}": inside}}
+
+
 def _check_target(model: transformers.PreTrainedModel, target: tuple[str, ...]) -> None:
     """Whether each name is that of linear layers, the head left out: its weight is read as it is."""
     linear, head = torch.nn.Linear, model.get_output_embeddings()
@@ -167,11 +194,6 @@ def _check_target(model: transformers.PreTrainedModel, target: tuple[str, ...]) 
         fits = [fit for name, fit in found.items() if name == given or name.endswith(f".{given}")]
         if given != ALL and not (fits and all(fits)):
             raise ValueError(f"lora.target has {given!r}; this model's projections are {', '.join(known)}.")
-
-
-def _lasting_name(name: str | None) -> str | None:
-    """A model's name that means the same from every working folder."""
-    return str(Path(name).resolve()) if name and Path(name).is_dir() else name
 
 
 def _peft(reason: str) -> Any:

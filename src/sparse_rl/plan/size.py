@@ -17,7 +17,7 @@ import torch
 import transformers
 
 from sparse_rl.kernels.attention import AttentionCall
-from sparse_rl.model import rope
+from sparse_rl.model import dequantise, rope, wrappers
 from sparse_rl.model.attention import no_mask, registered
 from sparse_rl.model.dry_run import AttentionShape
 from sparse_rl.model.load import EMBEDDED, check_name
@@ -80,13 +80,20 @@ def model_config(name: str, *, download: bool) -> transformers.PretrainedConfig:
         where = "this folder" if Path(name).exists() else "the hub" if download else "the local cache"
         raise ValueError(f"the configuration of {name!r} is not to be had from {where}: {first_line(error)}") from error
     assert isinstance(config, transformers.PretrainedConfig)
+    dequantise.ask_for_plain_weights(config, name)
     return config
 
 
 def model_size(config: transformers.PretrainedConfig, name: str, dtype: torch.dtype) -> ModelSize:
     """The size of a model with this configuration and dtype."""
+    dequantise.forget(config)
+    wrapped = wrappers.is_wrapper(config)
+    kind: Any = transformers.AutoModelForImageTextToText if wrapped else wrappers.causal_lm(config)
     with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=registered())
+        model = kind.from_config(config, dtype=dtype, attn_implementation=registered())
+    if wrapped:
+        model = wrappers.text_of(model)
+        config = model.config
     mixture = any(parameter.ndim == 3 for parameter in model.parameters())
     traced = torch.bfloat16 if mixture else dtype  # experts' grouped products know no other on the meta device
     rope.fix(model)
