@@ -116,7 +116,7 @@ class Engine:
         requests, the rows and the pool it depends through rounding alone. `first` is the place of the first prompt, if
         these are a part of a longer list.
         """
-        sampling = sampling or Sampling()
+        sampling = Sampling() if sampling is None else sampling
         inputs = read_prompts(self.loaded, prompts)
         check_request(self.loaded, inputs, sampling, first)
         sequences = sequences_of(self.loaded, inputs, sampling, first)
