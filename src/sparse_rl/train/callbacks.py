@@ -58,7 +58,13 @@ class Callbacks(Observer):
 
     def _call(self, event: str, **more: Any) -> None:
         for callback in self.callbacks:
-            getattr(callback, event)(self.args, self.state, self.control, model=self.model, **more)
+            try:
+                getattr(callback, event)(self.args, self.state, self.control, model=self.model, **more)
+            except Exception as error:  # whatever a tracker, its server or its network says
+                raise ValueError(
+                    f"the callback {type(callback).__name__} raised {type(error).__name__} in {event}: {error}; mend "
+                    "what it needs, or leave it out of trainer.report_to or the callbacks, then resume."
+                ) from error
 
 
 def _integrations(report_to: tuple[str, ...]) -> list[Any]:

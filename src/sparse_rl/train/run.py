@@ -21,7 +21,7 @@ from sparse_rl.runfolder import as_settings, differences, discard, lock, recover
 from sparse_rl.train import checkpoint
 from sparse_rl.train.distill import Distiller
 from sparse_rl.train.folder import check_folder, chosen_state, start_record
-from sparse_rl.train.observer import Observer
+from sparse_rl.train.observer import Observer, tell
 
 if TYPE_CHECKING:  # which import this module
     from sparse_rl.train.sft import SFTTrainer
@@ -74,7 +74,7 @@ class Run:
         begun: list[Observer] = []
         try:
             for observer in self.trainer.observers:
-                observer.on_begin(self.trainer)
+                tell([observer], "on_begin", self.trainer)
                 begun.append(observer)
             yield
         except BaseException as error:
@@ -85,8 +85,7 @@ class Run:
         finally:
             self.guards.stop_listening()
             self._close()
-            for observer in begun:
-                observer.on_end()
+            tell(begun, "on_end")
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -128,8 +127,7 @@ class Run:
         seconds, self.timer = self.timer.seconds | {"step_time": time.perf_counter() - began}, Timer()
         line = {"step": self.step, "num_tokens": self.num_tokens, **metrics, **seconds}
         self.log.write("metrics.jsonl", line)
-        for observer in self.trainer.observers:
-            observer.on_log(line)
+        tell(self.trainer.observers, "on_log", line)
         best = self.step > 0 and self.processes.by_first(lambda: self._improves(line.get(self.best_metric)))
         due = self.config.save_every and self.step % self.config.save_every == 0
         self.remember(None)
@@ -154,8 +152,7 @@ class Run:
         self.log.sync()
         state = state | {"settings": self.settings}
         checkpoint.save(folder, self.trainer.loaded, self.learner, state, self.distiller)
-        for observer in self.trainer.observers:
-            observer.on_save(folder)
+        tell(self.trainer.observers, "on_save", folder)
 
     def _prune(self) -> None:
         checkpoint.prune(self.folder, self.config.save_total_limit, self.best["checkpoint"])

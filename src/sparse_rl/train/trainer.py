@@ -44,7 +44,7 @@ from sparse_rl.train.distill import DistillConfig, Distiller
 from sparse_rl.train.folder import task_settings
 from sparse_rl.train.guards import POOL, Guards
 from sparse_rl.train.learner import Learner, OptimizerConfig
-from sparse_rl.train.observer import Observer
+from sparse_rl.train.observer import Observer, tell
 from sparse_rl.train.peaks import MemoryPeaks
 from sparse_rl.train.processes import Processes
 from sparse_rl.train.record import (
@@ -381,13 +381,11 @@ class Trainer:
         return self.config.seed * 1_000_003 + self.step + 1
 
     def _begin(self, stage: str) -> None:
-        for observer in self.observers:
-            observer.on_stage(stage)
+        tell(self.observers, "on_stage", stage)
 
     def _progress(self, stage: str) -> Callable[[Progress], None]:
         def show(progress: Progress) -> None:
             self.guards.check()
-            for observer in self.observers:
-                observer.on_progress(stage, progress)
+            tell(self.observers, "on_progress", stage, progress)
 
         return show
