@@ -170,6 +170,8 @@ def write_whole(path: Path, content: str | bytes | memoryview, remedy: str = MAK
     except OSError as error:
         with suppress(OSError):
             part.unlink()
+        if isinstance(error, FileNotFoundError) and remedy == MAKE_ROOM:
+            remedy = f"{place.parent} was deleted; start again"
         raise OSError(f"{path} could not be written ({error.strerror}); {remedy}.") from error
 
 
