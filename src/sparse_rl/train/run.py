@@ -55,8 +55,7 @@ class Run:
         self.config, self.learner, self.guards = trainer.config, trainer.learner, trainer.guards
         self.processes = self.learner.processes
         self.folder = Path(self.config.output_dir)
-        model = trainer.loaded.model  # of a run of adapters, what they are for is not in its checkpoints
-        self.base = weights_digest(model, adapters=False) if "default" in getattr(model, "peft_config", {}) else None
+        self.base: str | None = None  # of a run of adapters, the digest of what they are for, which is in no checkpoint
         self.lock: IO[str] | None = None
         self.record: dict[str, Any] = {}  # run.json
         self.log: RunLog = NoLog()
@@ -190,6 +189,9 @@ class Run:
 
     def _open(self) -> None:
         """Nothing is changed before all of it is known to be well."""
+        model = self.trainer.loaded.model
+        if "default" in getattr(model, "peft_config", {}):
+            self.base = weights_digest(model, adapters=False)
         try:
             chosen, state = self.processes.by_first(self._choose)
             if chosen is not None:
@@ -204,13 +206,18 @@ class Run:
         if self.lock is not None:
             self.lock.close()
 
+    def check(self) -> tuple[Path | None, dict[str, Any]]:
+        """The checkpoint to resume from and what it says, if there is one; refuse what cannot be started or resumed."""
+        check_folder(self.config, self.section)
+        return chosen_state(self.config, self.settings["optimizer"]["kind"])
+
     def _choose(self) -> tuple[Path | None, dict[str, Any]]:
-        """The checkpoint to resume from and what it says, if there is one."""
+        """The same with the folder locked, for as long as the run goes on."""
         check_folder(self.config, self.section)
         self.folder.mkdir(parents=True, exist_ok=True)
         self.lock = lock(self.folder)
         recover(self.folder, "checkpoint-*")
-        chosen, state = chosen_state(self.config, self.settings["optimizer"]["kind"])
+        chosen, state = self.check()
         best = state.get("best", {}).get("checkpoint")
         if best and not (self.folder / best).is_dir():  # it was pruned for a better one that is now taken back
             state["best"] = {"checkpoint": None, "value": None}
