@@ -49,7 +49,7 @@ def empty_model(name: str, dtype: str | None, device: str) -> LoadedModel:
     from sparse_rl.plan import model_size
 
     source, config = _config(name)
-    tokenizer = load_reader(name).tokenizer  # or it says why `load` would refuse the model
+    tokenizer = load_reader(source if name == "smollm2" else name).tokenizer  # or it says what `load` would refuse
     chosen = model_dtype(dtype) or (name.partition(":")[0] not in IN_FP32 and config.dtype) or torch.float32
     try:
         size = model_size(config, name, chosen)

@@ -29,6 +29,7 @@ import torch
 import transformers
 
 from sparse_rl.grading import Failed
+from sparse_rl.specs import cut
 from sparse_rl.tasks.event_loop import run_together
 from sparse_rl.tasks.preserved import open_streams, preserved
 from sparse_rl.types import Prompt, Rollout
@@ -209,7 +210,7 @@ def _broken(name: str, function: Reward, error: BaseException, inputs: dict[str,
     if isinstance(error, AttributeError | TypeError) and isinstance(next(iter(inputs["completions"]), None), list):
         hint = ' (prompts are chats here, and each completion a list, [{"role": "assistant", "content": ...}])'
     return ValueError(
-        f"reward function {name!r} raised {type(error).__name__}: {error}{where}{hint}; mend it, then resume."
+        f"reward function {name!r} raised {type(error).__name__}: {cut(str(error))}{where}{hint}; mend it, then resume."
     )
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from threading import TIMEOUT_MAX
 from typing import Any
 
-from sparse_rl.specs import build, suggestion
+from sparse_rl.specs import build, cut, suggestion
 from sparse_rl.tasks.base import Reward, ends_the_process
 from sparse_rl.tasks.countdown import Countdown
 from sparse_rl.tasks.exact import Exact
@@ -136,7 +136,9 @@ def import_function(path: str) -> Reward:
     except BaseException as error:
         if ends_the_process(error):
             raise
-        raise ValueError(f"reward {path!r}{hint} cannot be imported: {type(error).__name__}: {error}.") from error
+        raise ValueError(
+            f"reward {path!r}{hint} cannot be imported: {type(error).__name__}: {cut(str(error))}."
+        ) from error
     function = getattr(module, function_name, None)
     if not callable(function):
         own = [
