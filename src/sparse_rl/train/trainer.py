@@ -38,13 +38,7 @@ from sparse_rl.specs import refuse_unused
 from sparse_rl.tasks import Graded, Task
 from sparse_rl.train.alarms import Alarms
 from sparse_rl.train.callbacks import Callbacks
-from sparse_rl.train.config import (
-    TrainerConfig,
-    check_model,
-    check_requests,
-    check_settings,
-    longest_prompt,
-)
+from sparse_rl.train.config import TrainerConfig, check_model, check_requests, check_settings, longest_prompt
 from sparse_rl.train.control import ControlConfig, Controller, control_grid, measure, tail_metrics
 from sparse_rl.train.distill import DistillConfig, Distiller
 from sparse_rl.train.folder import task_settings
@@ -145,15 +139,9 @@ class Trainer:
         self.controller = self._controller() if self.control_config.auto else None
         if self.controller is not None:
             self.engine.use(self.controller.policy)
-        caches = {"dense": Full()} if isinstance(self.kv, Full) else {"dense": Full(), "sparse": self.engine.kv}
-        self.eval_engines = {  # kept for their graphs
-            name: GuardedEngine(loaded, policy, self.engine_config, self.guards, f"eval/{name}")
-            for name, policy in caches.items()
-        }
+        self.eval_engines = self._eval_engines()
         self.evaluated = ""  # what held-out rewards are of
         check_requests(self.engine, task, self.config, self.sampling)
-        for evaluating in self.eval_engines.values():
-            evaluating.check(task.held_out(self.eval_config.prompts), self._eval_sampling)
         if self.sampling.max_tokens > loaded.context:
             asked, context = self.sampling.max_tokens, loaded.context
             logger.warning("sampling.max_tokens is %d, but the model's context ends at %d tokens.", asked, context)
@@ -292,6 +280,15 @@ class Trainer:
     @property
     def _eval_sampling(self) -> Sampling:
         return self.eval_config.sampling(self.sampling.max_tokens, self.sampling.stop, self.sampling.stop_ids)
+
+    def _eval_engines(self) -> dict[str, GuardedEngine]:
+        """One a cache, kept for their graphs."""
+        found, held_out = {}, self.task.held_out(self.eval_config.prompts)
+        for cache, kv in {"dense": Full(), "sparse": self.engine.kv}.items():
+            if cache == "dense" or not isinstance(self.kv, Full):
+                found[cache] = GuardedEngine(self.loaded, kv, self.engine_config, self.guards, f"eval/{cache}")
+                found[cache].check(held_out, self._eval_sampling)
+        return found
 
     def _evaluate(self) -> dict[str, float]:
         """Held-out reward with the dense cache and, where it is another, the run's own."""
