@@ -101,7 +101,7 @@ _VERBS: dict[str, Callable[..., Any]] = {
     "value": lambda thing: thing,
     "get": getattr,
     "set": setattr,
-    "list": lambda thing: list(islice(thing, 1_000_000)),
+    "list": lambda thing: [(items := iter(thing)) is thing, list(islice(items, 1_000_000))],
     "builtin": lambda thing, name, *rest: getattr(builtins, name)(thing, *rest),
     "operator": lambda thing, name, *rest: getattr(operator, name)(thing, *rest),
     "reflected": lambda thing, name, other: getattr(operator, name)(other, thing),

@@ -68,7 +68,10 @@ class Ran:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """passed, failed (the program's doing), broken (not its doing), or recorded (with values as detail)."""
+    """passed, failed (the program's doing), broken (not its doing), or recorded (with values as detail).
+
+    undecided: failed too, but the tests cannot judge what the program returned
+    """
 
     word: str
     detail: str = ""
@@ -120,19 +123,19 @@ class Sandbox:
             assert checker.stderr is not None
             children = [(checker, mine), (candidate, its)]
             output, stopped, deadline = _read(checker.stderr.fileno(), children, limit, MAX_FRAME + 4096)
-            crashed = not stopped and _ended(checker, mine, deadline) == "" and checker.returncode < 0
-        return _verdict(output, stopped, crashed, time.monotonic() - start)
+            killed = not stopped and _ended(checker, mine, deadline) == "" and checker.returncode == -signal.SIGKILL
+        return _verdict(output, stopped, killed, time.monotonic() - start)
 
 
-def _verdict(output: bytes, stopped: str, crashed: bool, seconds: float) -> Verdict:
+def _verdict(output: bytes, stopped: str, killed: bool, seconds: float) -> Verdict:
     """What the checker said. It says READY when both processes are: later silence is the program's doing."""
     ready, said = output.startswith(READY), output.removeprefix(READY)[4:]  # a frame's length goes before its body
     word, _, detail = said.partition(b"\n")
-    if word.decode(errors="replace") in ("passed", "failed", "broken"):
+    if word.decode(errors="replace") in ("passed", "failed", "undecided", "broken"):
         return Verdict(word.decode(), detail.decode(errors="replace"), seconds=seconds)
     if word == b"recorded":
         return Verdict("recorded", values=detail, seconds=seconds)
-    if not ready or crashed:
+    if not ready or killed:  # by the kernel, for want of memory
         return Verdict("broken", f"the checker {stopped or 'ended'}: {output[-200:].decode(errors='replace')}")
     return Verdict("failed", f"the program {stopped or 'gave answers that end its checker'}.", seconds=seconds)
 
