@@ -62,7 +62,7 @@ class Opaque:
             return NotImplemented
         if not isinstance(other, Opaque) or self._target == other._target:
             return isinstance(other, Opaque)
-        raise TypeError(f"whether one {type(self).__name__} equals another is for no program to say")
+        raise TypeError(f"whether one {type(self).__name__} equals another, only the program could say")
 
     def __hash__(self) -> int:
         return hash(self._target)
@@ -120,8 +120,9 @@ class OpaqueResult(Opaque):
         return ask("call and show", self, list(arguments), named)
 
 
-class OpaqueThing(Opaque):
-    """A thing of a class that is tested. The program compares it with others of its things, never with a plain one."""
+class OpaqueThing(OpaqueResult):
+    """A thing or a member of a class that is tested. The program compares it with its other things, never with a plain
+    value."""
 
     __slots__ = ()
 
@@ -142,13 +143,14 @@ class Made(OpaqueThing):
     __slots__ = ()
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
-        value = ask("call and show", self, list(arguments), named)
+        value = super().__call__(*arguments, **named)
         return Made(value._target) if isinstance(self._target, str) and isinstance(value, Opaque) else value
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(f"{type(self).__name__} has no {name}")
-        return ask("get", self, name)
+        value = ask("get", self, name)
+        return OpaqueThing(value._target) if isinstance(self._target, str) and isinstance(value, Opaque) else value
 
     def __iter__(self) -> Iterator[Any]:
         return iter(ask("list", self)[1])

@@ -6,20 +6,23 @@ from __future__ import annotations
 import ast
 import builtins
 import re
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping
+from datetime import date, datetime, timedelta
+from decimal import Decimal
+from fractions import Fraction
 from types import ModuleType
 from typing import Any
 
 from sparse_rl.sandbox.remote import Opaque
 
-_PLAIN = (int, float, complex, str, bytes, list, tuple, dict, set, frozenset, deque, re.Match)
-# and of arrays, frames, dates and numbers, whose modules would take long to import
-_MORE = """T all any argmax argmin argsort astype at clip columns cumsum date day days dot dtype equals flatten hour
-iloc isoformat item limit_denominator loc max mean median microsecond min minute month ndim nonzero prod quantize ravel
-reshape round second seconds shape size squeeze std strftime sum timestamp to_dict to_list to_numpy tolist total_seconds
-transpose unique values var weekday year"""
-_PLAIN_NAMES = frozenset(name for kind in _PLAIN for name in dir(kind)).union(_MORE.split())
+_PLAIN = (int, float, complex, str, bytes, list, tuple, dict, set, frozenset)
+_ALMOST = (Counter, deque, date, datetime, timedelta, Decimal, Fraction, re.Match)
+# of arrays and frames, whose modules would take long to import
+_ARRAYS = """T all any argmax argmin argsort astype clip cumprod cumsum dot dtype dtypes equals fillna flatten iat iloc
+isin isna isnull itemsize loc max mean median min nbytes ndim nlargest nonzero notna nsmallest nunique prod ptp ravel
+reshape round shape sort_index sort_values squeeze std sum to_numpy tolist transpose unique value_counts var"""
+_PLAIN_NAMES = frozenset(name for kind in _PLAIN + _ALMOST for name in dir(kind)).union(_ARRAYS.split())
 _LATER = (ast.Lambda, ast.GeneratorExp, ast.ListComp, ast.SetComp, ast.DictComp)
 _ENDS = ("exit", "quit", "sys.exit", "os._exit")
 
