@@ -23,7 +23,7 @@ from collections.abc import Callable
 from itertools import islice
 from typing import Any
 
-from sparse_rl.sandbox.confine import Confinement, confine
+from sparse_rl.sandbox.confine import Confinement, View, confine
 from sparse_rl.sandbox.encoding import MAX_FRAME, decode, encode, read_frame, write_frame
 
 READY = b"\0ready\n"
@@ -38,8 +38,9 @@ def main() -> None:
         from sparse_rl.sandbox.checker import check  # its imports come before the files are out of reach
     if mode == "probe":
         from sparse_rl.sandbox.probe import attempts
+    wanted = settings["confinement"]
     try:
-        confine(Confinement(**settings["confinement"]))
+        confine(Confinement(**wanted | {"view": View(*wanted["view"])}))
     except (OSError, ValueError) as error:
         os.write(1, f"{error}".encode())
         os._exit(70)

@@ -36,11 +36,21 @@ _DEVICES = {"/dev/null": _READ_FILE | _WRITE_FILE, "/dev/urandom": _READ_FILE}
 _FILE_RIGHTS = _READ_FILE | _WRITE_FILE | _TRUNCATE  # those that mean something for a file
 
 
+class View(NamedTuple):
+    """The files that a child may read (`files.py`)."""
+
+    shown: tuple[str, ...]  # what its own root is made of
+    hidden: tuple[str, ...]  # folders in it that are empty there
+    added: tuple[str, ...]  # and what is put back
+    readable: tuple[str, ...]  # what Landlock lets it read
+    listed: tuple[str, ...]  # folders whose names Landlock lets it read
+
+
 class Confinement(NamedTuple):
     """What one child may have. (A dataclass would cost every child 15 ms of imports.)"""
 
     folder: str  # its own, the only place it writes to
-    readable: tuple[str, ...]  # files and folders it may read
+    view: View
     cpu_s: int
     memory_bytes: int
     file_bytes: int  # of one file
@@ -111,19 +121,28 @@ def _own_root(libc: ctypes.CDLL, wanted: Confinement) -> None:
             file.write(text)
     _checked(libc.unshare(_CLONE_NEWNS), "a mount namespace")
     root = "/proc"  # a folder that is everywhere, and that a program has no use for
-    shown = [path for path in (*wanted.readable, wanted.folder, *_DEVICES) if os.path.exists(path)]
     _mount(libc, None, "/", None, _MS_REC | _MS_PRIVATE)
     _mount(libc, "none", root, "tmpfs", 0)
-    for path in shown:
-        place = root + path
-        if os.path.isdir(path):
-            os.makedirs(place, exist_ok=True)
-        elif not os.path.exists(place):
-            os.makedirs(os.path.dirname(place), exist_ok=True)
-            os.close(os.open(place, os.O_CREAT))
-        _mount(libc, path, place, None, _MS_BIND | _MS_REC)
+    for path in wanted.view.shown:
+        _show(libc, root, path)
+    for path in wanted.view.hidden:
+        _mount(libc, "none", root + path, "tmpfs", 0)
+    for path in (*wanted.view.added, wanted.folder, *_DEVICES):
+        _show(libc, root, path)
     os.chroot(root)  # nothing of the old one is open, and without capabilities there is no way back
     os.chdir(wanted.folder)
+
+
+def _show(libc: ctypes.CDLL, root: str, path: str) -> None:
+    place = root + path
+    if os.path.isdir(path):
+        os.makedirs(place, exist_ok=True)
+    elif not os.path.exists(path):
+        return
+    elif not os.path.exists(place):
+        os.makedirs(os.path.dirname(place), exist_ok=True)
+        os.close(os.open(place, os.O_CREAT))
+    _mount(libc, path, place, None, _MS_BIND | _MS_REC)
 
 
 def _mount(libc: ctypes.CDLL, source: str | None, target: str, kind: str | None, flags: int) -> None:
@@ -167,8 +186,10 @@ def _landlock(libc: ctypes.CDLL, wanted: Confinement) -> None:
     attributes = struct.pack("=QQQ", handled, network, scoped)[: 8 if version < 4 else 16 if version < 6 else 24]
     ruleset = _checked(_call(libc, _CREATE_RULESET, attributes, len(attributes), 0), "landlock")
     try:
-        for path in wanted.readable:
+        for path in wanted.view.readable:
             _permit(libc, ruleset, path, _READ & handled)
+        for path in wanted.view.listed:
+            _permit(libc, ruleset, path, _READ_DIR)
         _permit(libc, ruleset, wanted.folder, _PRIVATE & handled)
         for path, rights in _DEVICES.items():
             _permit(libc, ruleset, path, rights)

@@ -21,12 +21,12 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 from sparse_rl.sandbox.child import PROGRAM, READY, TASK
-from sparse_rl.sandbox.confine import Confinement
+from sparse_rl.sandbox.confine import Confinement, View
 from sparse_rl.sandbox.encoding import MAX_FRAME
+from sparse_rl.sandbox.files import common, package, places, view
 
 MAX_OUTPUT = 16 << 20  # bytes a program may print
 MAX_FOLDER, MAX_FILES = 64 << 20, 500  # bytes and files of a private folder
@@ -35,7 +35,6 @@ _LOOK_EVERY_S = 0.02
 _START_S, _START_CPU_S = 60.0, 5  # that processes may take to get ready, on the clock and of processor time
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 _BOOT = f"import sys; sys.path.append({_PACKAGE!r}); from sparse_rl.sandbox.child import main; main()"
-_SYSTEM = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/etc/ld.so.cache", "/usr/share/zoneinfo")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,16 +43,22 @@ class Limits:
 
     timeout_s: seconds on the clock from when its process is ready (and a few more of processor time)
     memory_mb: address space
+    packages: installed packages that it may import beside the standard library, with what they need; None allows the
+        usual ones
     """
 
     timeout_s: float = 10.0
     memory_mb: int = 1024
+    packages: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         if not 0 < self.timeout_s < math.inf:
             raise ValueError(f"timeout_s is {self.timeout_s}; a program needs a number of seconds above 0.")
         if self.memory_mb < 128:
             raise ValueError(f"memory_mb is {self.memory_mb}; Python itself needs 128.")
+        for name in self.packages or ():
+            if not package(name):
+                raise ValueError(f"packages names {name!r}, which is not installed; install it or leave it out.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,25 +160,14 @@ def _write(folder: str, name: str, body: bytes) -> None:
         file.write(body)
 
 
-@cache
-def _packages() -> tuple[str, ...]:
-    """Where installed packages lie: numpy and the like."""
-    ends = ("site-packages", "dist-packages")
-    return tuple(place for place in sys.path if place.rstrip("/").endswith(ends) and os.path.isdir(place))
-
-
-@cache
-def readable() -> tuple[str, ...]:
-    """What a program may read: the interpreter's libraries, installed packages, the system's shared libraries."""
-    prefixes = {os.path.join(prefix, "lib") for prefix in (sys.base_prefix, sys.base_exec_prefix)}
-    return tuple(dict.fromkeys((os.path.dirname(os.__file__), *sorted(prefixes), *_packages(), *_SYSTEM)))
-
-
-def _bwrap(folder: str) -> list[str]:
+def _bwrap(folder: str, seen: View) -> list[str]:
     """bubblewrap, with the same files and one writable folder."""
+    own = [os.path.join(_PACKAGE, "sparse_rl", name) for name in ("__init__.py", "sandbox")]
     interpreter = [sys.executable, os.path.realpath(sys.executable), os.path.join(sys.prefix, "pyvenv.cfg")]
-    shown = [*readable(), *interpreter, os.path.join(_PACKAGE, "sparse_rl")]
-    binds = [part for path in dict.fromkeys(shown) for part in ("--ro-bind-try", path, path)]
+    binds = [part for path in seen.shown for part in ("--ro-bind-try", path, path)]
+    binds += [part for path in seen.hidden for part in ("--tmpfs", path)]
+    binds += [part for path in (*seen.added, *interpreter, *own) for part in ("--ro-bind-try", path, path)]
+    binds += [part for path in seen.hidden for part in ("--remount-ro", path)]
     apart = ["--unshare-all", "--die-with-parent", "--cap-drop", "ALL", "--dev", "/dev", "--tmpfs", "/tmp"]
     return [shutil.which("bwrap") or "bwrap", *apart, *binds, "--bind", folder, folder, "--chdir", folder, "--"]
 
@@ -191,9 +185,11 @@ def _child(
     stderr: Any = subprocess.DEVNULL,
 ) -> Iterator[subprocess.Popen[bytes]]:
     """A confined child in one of `child.py`'s modes; it is gone when the block is left."""
+    allowed = sandbox.limits.packages
+    seen = view(None if mode == "check" else common() if allowed is None else allowed)
     confinement = Confinement(
         folder=folder,
-        readable=readable(),
+        view=seen,
         cpu_s=math.ceil(max(limit_s, sandbox.limits.timeout_s)) + _START_CPU_S,
         memory_bytes=sandbox.limits.memory_mb << 20,
         file_bytes=MAX_FOLDER // 8,
@@ -204,7 +200,7 @@ def _child(
     settings = {
         "mode": mode,
         "package": _PACKAGE,
-        "packages": _packages(),
+        "packages": places(),
         "secret": secret,
         "confinement": confinement._asdict(),
     }
@@ -214,7 +210,7 @@ def _child(
         environment["LD_LIBRARY_PATH"] = os.environ["LD_LIBRARY_PATH"]
     python = [sys.executable, "-S", "-s", "-P", "-X", "utf8", "-c", _BOOT, json.dumps(settings)]
     process: subprocess.Popen[bytes] = subprocess.Popen(
-        [*(_bwrap(folder) if sandbox.method == "bwrap" else []), *python],
+        [*(_bwrap(folder, seen) if sandbox.method == "bwrap" else []), *python],
         stdin=stdin,
         stdout=stdout,
         stderr=stderr,
