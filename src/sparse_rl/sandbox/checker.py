@@ -4,8 +4,8 @@
 Standard input and output are the program's replies and the calls; the verdict goes to standard error, which the
 program does not have. The task lies in the private folder, encoded:
 
-{"kind": "code", "prelude": ..., "tests": [...], "names": [...], "classes": [...]}    trusted code, statements, and
-                                                                    what the program is known to define
+{"kind": "code", "prelude": ..., "tests": [...], "names": [...], "classes": [...]}    trusted code, statements, and the
+                                                            program's functions and classes that are known
 {"kind": "calls", "function": ..., "inputs": [...], "expected": [...], "atol": ..., "oracle": ...}
 {"kind": "record", "function": ..., "inputs": [...], "oracle": ...}    what a canonical solution returns
 
@@ -82,7 +82,7 @@ def check() -> None:
         _say(*judge.verdict())
     except Broken as error:
         _say("broken", str(error))
-    except (Exception, Gone) as error:
+    except (Exception, Gone, Undecided) as error:
         _say("failed", f"{type(error).__name__}: {error}")
 
 
@@ -173,8 +173,8 @@ class _Code:
 def _text(error: BaseException) -> str:
     try:
         return f"{type(error).__name__}: {error}"
-    except TypeError:  # it is about a thing that has no text
-        return repr(error)
+    except TypeError as reason:  # it holds a thing that has no text
+        return f"{type(error).__name__}: {reason}"
 
 
 class _Calls:
@@ -200,8 +200,15 @@ class _Calls:
             except Exception as error:
                 return "failed", f"{where} raised {type(error).__name__}: {error}"
             if not good:
-                return "failed", f"{where} returned {repr(returned)[:200]}, not {repr(known[0])[:200]}"
+                return "failed", f"{where} returned {_shown(returned)}, not {_shown(known[0])}"
         return "passed", ""
+
+
+def _shown(value: Any) -> str:
+    try:
+        return repr(value)[:200]
+    except TypeError as reason:  # as above
+        return str(reason)
 
 
 class _Record:

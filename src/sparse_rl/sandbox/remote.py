@@ -65,7 +65,7 @@ class Opaque:
         raise TypeError(f"whether one {type(self).__name__} equals another, only the program could say")
 
     def __hash__(self) -> int:
-        return hash(self._target)
+        return hash((Opaque, self._target))  # not the hash of any number
 
     def __reduce__(self) -> tuple[type, tuple[str | int]]:
         return type(self), (self._target,)  # a copy is the same thing
@@ -73,8 +73,7 @@ class Opaque:
     def __str__(self) -> str:
         raise TypeError(f"{type(self).__name__} has no text")
 
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__}>"
+    __repr__ = __str__
 
     def __getattr__(self, name: str) -> Any:
         """Plain, or a thing that cannot be called: a method that says yes would stand in for a plain value's."""

@@ -57,8 +57,8 @@ def used_as_classes(nodes: list[ast.AST]) -> set[str]:
                     made[ast.unparse(target)] = value.func.id
     for node in nodes:
         if isinstance(node, ast.Attribute) and not (node.attr in _PLAIN_NAMES or node.attr.startswith("__")):
-            holder = ast.unparse(node.value)
-            found |= {name for name in (holder, made.get(holder, "")) if name[:1].isupper()}
+            name = made.get(holder := ast.unparse(node.value), holder)
+            found |= {name} if name[0].isupper() and name.isidentifier() else set()
     return found
 
 
