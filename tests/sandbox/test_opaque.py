@@ -7,7 +7,8 @@ import ast
 import random
 
 import pytest
-from sandbox.opaque import JUDGED, LIES, LONG_LIES, MAKES, OBJECTS, STEERED, UNJUDGED, WRONG, YES
+from sandbox.objects import JUDGED, MAKES, OBJECTS, STEERED, UNJUDGED, WRONG
+from sandbox.opaque import LIES, LONG_LIES, YES
 
 from sparse_rl.grading.code import CodeReward
 from sparse_rl.sandbox.isolation import isolation
@@ -55,6 +56,14 @@ def test_the_program_is_judged_for_a_test_that_its_result_makes_unworkable(rewar
         assert reward.judge(MAKES.replace("RESULT", "Item()"), row).word == "passed", test
         verdict = reward.judge(MAKES.replace("RESULT", random.choice(WRONG)), row)
         assert verdict.word in ("failed", "undecided"), (test, verdict)
+
+
+@confined
+def test_a_program_that_is_stopped_before_its_checker_is_ready_has_failed(reward):
+    """The checker imports what the tests name, and that takes longer than to write too many files."""
+    program = "for i in range(600):\n    open(str(i), 'w').close()\ndef f():\n    return 1"
+    verdict = reward.judge(program, {"tests": ["assert f() == pytest.approx(1)"]})
+    assert verdict.word == "failed" and "filled its folder" in verdict.detail, verdict
 
 
 @pytest.mark.slow

@@ -31,6 +31,7 @@ from sparse_rl.sandbox.files import common, package, places, view
 MAX_OUTPUT = 16 << 20  # bytes a program may print
 MAX_FOLDER, MAX_FILES = 64 << 20, 500  # bytes and files of a private folder
 MAX_THREADS = 32
+_EXCESS = ("started more", "filled its folder")
 _LOOK_EVERY_S = 0.02
 _START_S, _START_CPU_S = 60.0, 5  # that processes may take to get ready, on the clock and of processor time
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
@@ -135,6 +136,7 @@ class Sandbox:
 def _verdict(output: bytes, stopped: str, killed: bool, seconds: float) -> Verdict:
     """What the checker said. It says READY when both processes are: later silence is the program's doing."""
     ready, said = output.startswith(READY), output.removeprefix(READY)[4:]  # a frame's length goes before its body
+    ready = ready or stopped.startswith(_EXCESS)  # a program may begin before its checker does
     word, _, detail = said.partition(b"\n")
     if word.decode(errors="replace") in ("passed", "failed", "undecided", "broken"):
         return Verdict(word.decode(), detail.decode(errors="replace"), seconds=seconds)

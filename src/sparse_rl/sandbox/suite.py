@@ -8,12 +8,13 @@ test, entry_point        HumanEval: a function `check(candidate)`
 tests                    a user's own: assert statements, or {"input": ..., "output": ...}: texts for a script; with an
                          `entry_point` column, a list of arguments and a returned value
 
-Statements run in a process beside the program's. They may call its functions, make and use its objects, read its
-globals, catch its exceptions and look at lists, dicts and sets that it changed. Results are plain data, and Decimal,
-Fraction, deque, array, range, slice, the keys and items of a dict, UUID, paths, and dates without a zone. Any other
-object is compared with others of the program's, and equals nothing else: to return one never makes a result one that
-is left out. What tests do that does not go over is the grader's failure, never a 0: a function passed to a function of
-the program's, `f(a) is a`.
+Statements run in a process beside the program's. They may call its functions, use its classes, read its globals, catch
+its exceptions and look at lists, dicts and sets that it changed. Results are plain data, and Decimal, Fraction, deque,
+array, range, slice, the views of a dict, UUID, paths, and dates without a zone. Any other object is opaque: it decides
+nothing (`remote.py` has the rule). A test that fails over one scores 0 and is counted as undecided.
+
+What tests do that cannot work with any program is the grader's failure, never a 0: a function passed to a function of
+the program's, `f(a) is a`. Where it depends on what the program answered, it is a 0, and counted as undecided.
 
 Names that tests do not define are the program's, but for modules and the usual helpers (np, isclose, approx, Counter):
 those are the checker's, unless `entry_point` or the canonical solution has them. A helper of another name that decides
