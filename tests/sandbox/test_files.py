@@ -15,6 +15,8 @@ import pytest
 
 import sparse_rl
 from sparse_rl.grading.code import CodeReward
+from sparse_rl.sandbox.confine import _READ_DIR as READ_DIR
+from sparse_rl.sandbox.confine import around
 from sparse_rl.sandbox.files import COMMON, common, package, places, view
 from sparse_rl.sandbox.isolation import isolation
 from sparse_rl.sandbox.process import Limits, Sandbox
@@ -54,19 +56,16 @@ def imported(name):
 
 @confined
 def test_a_program_reads_the_standard_library_and_what_is_allowed():
-    usual, none, one = (
-        Sandbox(isolation().method, Limits(packages=packages)) for packages in (None, (), ("hypothesis",))
-    )
     standard = ["json", "sqlite3", "ssl", "ctypes", "zoneinfo", "unittest", "decimal"]
-    cases = [(usual, "numpy", True), (usual, "_pytest", False), (none, "numpy", False), (one, "hypothesis", True)]
-    for sandbox, name, known in cases:
+    cases = [(None, ["numpy"], "_pytest"), ((), standard, "numpy"), (("hypothesis",), ["hypothesis"], "numpy")]
+    for packages, known, unknown in cases:
         tests = [
-            f"assert look() == [], look()\nassert imported({name!r}) is {known}",
-            f"assert all(imported(name) for name in {standard!r})",
-            "import numpy as np, pytest\nassert np.allclose(1, float(imported('os')))",  # the checker has them all
+            "import numpy as np\nassert np.allclose(1, 1) and look() == [], look()",  # the checker has every package
+            f"assert all(imported(name) for name in {known!r}) and not imported({unknown!r})",
         ]
+        sandbox = Sandbox(isolation().method, Limits(packages=packages))
         verdict = CodeReward(sandbox, 1).judge(LOOK, {"tests": tests})
-        assert verdict.word == "passed", (name, verdict)
+        assert verdict.word == "passed", (packages, verdict)
 
 
 @confined
@@ -111,16 +110,25 @@ print([*look(), numpy.arange(2).tolist(), imported("sqlite3")])
 def test_views():
     """Landlock's rules hold everything of the standard library, and nothing of other packages."""
     seen, every = view(("numpy",)), view(None)
-    assert set(places()) <= set(every.readable) and every.hidden == ()
-    assert not set(places()) & {*seen.readable, *seen.shown}
+    assert set(places()) <= set(every.shown) and every.hidden == ()
+    rules = [rule for folder in seen.shown if os.path.exists(folder) for rule in around(folder, seen.hidden)]
+    whole = [path for path, rights in rules if rights != READ_DIR] + list(seen.added)
 
     def readable(path: str) -> bool:
-        return any(path == folder or path.startswith(folder + "/") for folder in seen.readable)
+        return any(path == folder or path.startswith(folder + "/") for folder in whole)
 
     library = Path(sysconfig.get_path("stdlib"))
     assert all(readable(str(path)) for path in library.iterdir() if path.name != "site-packages")
     assert readable(package("numpy")[0]) and not any(readable(secret) for secret in SECRETS)
     assert not any(readable(path) for path in seen.hidden)
+
+
+def test_what_lies_around_a_folder(tmp_path):
+    for name in ("a/b/hidden", "a/c", "d"):
+        (tmp_path / name).mkdir(parents=True)
+    hidden = [str(tmp_path / "a/b/hidden")]
+    found = {path.removeprefix(str(tmp_path)): rights == READ_DIR for path, rights in around(str(tmp_path), hidden)}
+    assert found == {"": True, "/a": True, "/a/b": True, "/a/c": False, "/d": False}
 
 
 def test_packages_come_with_what_they_need():

@@ -51,7 +51,7 @@ def test_an_object_that_says_yes_to_everything_passes_nothing(reward, word):
 
 @confined
 def test_the_program_is_judged_for_a_test_that_its_result_makes_unworkable(reward):
-    for test in random.sample(STEERED, 5):
+    for test in random.sample(STEERED, 3):
         row = {"tests": [lines(test)]}
         assert reward.judge(MAKES.replace("RESULT", "Item()"), row).word == "passed", test
         verdict = reward.judge(MAKES.replace("RESULT", random.choice(WRONG)), row)
@@ -61,7 +61,7 @@ def test_the_program_is_judged_for_a_test_that_its_result_makes_unworkable(rewar
 @confined
 def test_a_program_that_is_stopped_before_its_checker_is_ready_has_failed(reward):
     """The checker imports what the tests name, and that takes longer than to write too many files."""
-    program = "for i in range(600):\n    open(str(i), 'w').close()\ndef f():\n    return 1"
+    program = "import time\nfor i in range(600):\n    open(str(i), 'w').close()\ntime.sleep(1)\ndef f():\n    return 1"
     verdict = reward.judge(program, {"tests": ["assert f() == pytest.approx(1)"]})
     assert verdict.word == "failed" and "filled its folder" in verdict.detail, verdict
 
@@ -82,7 +82,7 @@ def test_objects_are_used_as_the_tests_like(reward):
 
 @confined
 def test_what_only_an_object_could_say_is_undecided(reward):
-    for test in random.sample(UNJUDGED, 3):
+    for test in random.sample(UNJUDGED, 2):
         verdict = reward.judge(OBJECTS, {"tests": [test, "assert isinstance(Vec(1), Vec)"]})
         assert verdict.word == "undecided" and "Opaque" in verdict.detail, (test, verdict)
 

@@ -17,6 +17,7 @@ import signal
 import stat
 import struct
 import sys
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from sparse_rl.sandbox.seccomp import SECCOMP_NR, build_filter, packed
@@ -39,11 +40,10 @@ _FILE_RIGHTS = _READ_FILE | _WRITE_FILE | _TRUNCATE  # those that mean something
 class View(NamedTuple):
     """The files that a child may read (`files.py`)."""
 
-    shown: tuple[str, ...]  # what its own root is made of
-    hidden: tuple[str, ...]  # folders in it that are empty there
-    added: tuple[str, ...]  # and what is put back
-    readable: tuple[str, ...]  # what Landlock lets it read
-    listed: tuple[str, ...]  # folders whose names Landlock lets it read
+    shown: tuple[str, ...]  # files and folders
+    hidden: tuple[str, ...]  # but for these folders in them
+    added: tuple[str, ...]  # and these, wherever they lie
+    listed: tuple[str, ...]  # the folders that those lie in, which are listed to find them
 
 
 class Confinement(NamedTuple):
@@ -186,8 +186,11 @@ def _landlock(libc: ctypes.CDLL, wanted: Confinement) -> None:
     attributes = struct.pack("=QQQ", handled, network, scoped)[: 8 if version < 4 else 16 if version < 6 else 24]
     ruleset = _checked(_call(libc, _CREATE_RULESET, attributes, len(attributes), 0), "landlock")
     try:
-        for path in wanted.view.readable:
-            _permit(libc, ruleset, path, _READ & handled)
+        for folder in wanted.view.shown:
+            for path, rights in around(folder, wanted.view.hidden):
+                _permit(libc, ruleset, path, rights)
+        for path in wanted.view.added:
+            _permit(libc, ruleset, path, _READ)
         for path in wanted.view.listed:
             _permit(libc, ruleset, path, _READ_DIR)
         _permit(libc, ruleset, wanted.folder, _PRIVATE & handled)
@@ -196,6 +199,17 @@ def _landlock(libc: ctypes.CDLL, wanted: Confinement) -> None:
         _checked(_call(libc, _RESTRICT_SELF, ruleset, 0), "landlock_restrict_self")
     finally:
         os.close(ruleset)
+
+
+def around(folder: str, hidden: Sequence[str]) -> Iterator[tuple[str, int]]:
+    """The parts of a folder that hold nothing hidden, to be read, and the folders that do, to be listed."""
+    if not any(path.startswith(folder + "/") for path in hidden):
+        yield folder, _READ
+        return
+    yield folder, _READ_DIR
+    for name in os.listdir(folder):
+        if (path := os.path.join(folder, name)) not in hidden:
+            yield from around(path, hidden)
 
 
 def _permit(libc: ctypes.CDLL, ruleset: int, path: str, rights: int) -> None:

@@ -43,33 +43,12 @@ def view(allowed: tuple[str, ...] | None) -> View:
     prefixes = {os.path.join(prefix, "lib") for prefix in (sys.base_prefix, sys.base_exec_prefix)}
     shown = tuple(dict.fromkeys((os.path.dirname(os.__file__), *sorted(prefixes), *_SYSTEM)))
     if allowed is None:
-        return View(shown=(*shown, *places()), hidden=(), added=(), readable=(*shown, *places()), listed=())
+        return View(shown=(*shown, *places()), hidden=(), added=(), listed=())
     hidden = [
         path for folder in shown for end in _ENDS for depth in ("", "*/") for path in glob(f"{folder}/{depth}{end}")
     ]
-    readable: list[str] = []
-    listed = list(places())
-    for folder in shown:
-        _around(folder, set(hidden), readable, listed)
-    added = tuple(dict.fromkeys(path for name in allowed for path in package(name)))
-    return View(
-        shown=shown,
-        hidden=tuple(dict.fromkeys(hidden)),
-        added=added,
-        readable=tuple(dict.fromkeys((*readable, *added))),
-        listed=tuple(dict.fromkeys(listed)),
-    )
-
-
-def _around(folder: str, hidden: set[str], readable: list[str], listed: list[str]) -> None:
-    """The parts of a folder that hold nothing hidden, and the folders that do."""
-    if not any(path.startswith(folder + "/") for path in hidden):
-        readable.append(folder)
-        return
-    listed.append(folder)
-    for name in sorted(os.listdir(folder)):
-        if (path := os.path.join(folder, name)) not in hidden:
-            _around(path, hidden, readable, listed)
+    added = dict.fromkeys(path for name in allowed for path in package(name))
+    return View(shown=shown, hidden=tuple(dict.fromkeys(hidden)), added=tuple(added), listed=places())
 
 
 def common() -> tuple[str, ...]:
