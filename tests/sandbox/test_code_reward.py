@@ -111,7 +111,6 @@ def keys(d): return d.keys()
 def others():
     import array, pathlib, uuid
     return [uuid.UUID(int=7), pathlib.Path("a/b"), array.array("i", [1, 2]), {1: 2}.items()]
-def sliced(v): return v
 def gen(): yield from (1, 2)
 def stop(x): raise StopIteration
 def later():
@@ -145,7 +144,7 @@ WORKS = [
     "assert 2 in keys({2: 1}) and list(keys({2: 1, 1: 1})) == [2, 1] and keys({1: 2}) == {1} and keys({1: 2}) != {3}",
     "import array, pathlib, uuid\n"
     "assert others() == [uuid.UUID(int=7), pathlib.Path('a/b'), array.array('i', [1, 2]), {1: 2}.items()]",
-    "assert sliced(Vec(5))[0:1] == [5]",
+    "assert Vec(5)[0:1] == [5]",
     "assert later() == 1 and temporary() == 3",
 ]
 WRONG = [
@@ -175,42 +174,6 @@ def test_what_tests_may_do_with_a_program(reward):
     for test, reason in BROKEN.items():
         verdict = reward.judge(LIBRARY, {"tests": [test]})
         assert verdict.word == "broken" and reason in verdict.detail, (test, verdict)
-
-
-@confined
-def test_an_object_that_says_yes_to_everything_passes_nothing(reward):
-    """Its process is asked for things, never for what decides."""
-    liar = """
-class Liar:
-    yes = lambda self, *given: True
-    __eq__ = __lt__ = __gt__ = __le__ = __ge__ = __contains__ = __bool__ = __instancecheck__ = yes
-    nothing = lambda self, *given: RESULT
-    __sub__ = __rsub__ = __abs__ = __float__ = __round__ = __pow__ = __add__ = __radd__ = __neg__ = nothing
-    __hash__ = lambda self: hash('done')
-    __iter__ = lambda self: iter([])
-f = Liar
-"""
-    tests = [
-        "abs(f() - 1.5) < 1e-6",
-        "-1 < f() - 1.5 < 1",
-        "abs(1.5 - f()) < 1",
-        "round(f() - 1.5, 2) == 0",
-        "math.isclose(f(), 0.0)",
-        "f() > 4",
-        "'done' in f()",
-        "'done' == f()",
-        "f() in ['done']",
-        "f() in {'done'}",
-        "(f() - 1.5) ** 2 < 1e-9",
-        "max(f(), 3) == 3",
-        "isinstance(f(), str)",
-    ]
-    counted = "passed = []\n" + "\n".join(
-        f"try:\n    passed += [{test!r}] if {test} else []\nexcept Exception:\n    pass" for test in tests
-    )
-    for result in ("0.0", "self"):
-        verdict = reward.judge(liar.replace("RESULT", result), {"tests": [counted, "assert passed == [], passed"]})
-        assert verdict.word == "passed", verdict
 
 
 @confined

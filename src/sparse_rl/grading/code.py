@@ -7,9 +7,10 @@ How a program is kept apart is in sandbox/process.py, which tests a row has in s
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -30,6 +31,7 @@ class CodeReward:
 
     sandbox: Sandbox
     workers: int
+    counts: Counter[str] = field(default_factory=Counter, compare=False)  # verdicts by their word
     __name__ = "code"
 
     @classmethod
@@ -71,9 +73,27 @@ class CodeReward:
             jobs = [
                 pool.submit(suite.judge, program, self.sandbox) for suite, program in zip(suites, programs, strict=True)
             ]
-            return [_reward(job.result()) for job in jobs]
+            verdicts = [job.result() for job in jobs]
         finally:
             pool.shutdown(cancel_futures=True)
+        self._count(verdicts)
+        return [_reward(verdict) for verdict in verdicts]
+
+    def _count(self, verdicts: list[Verdict]) -> None:
+        """Warn of programs whose tests could not judge them: of the first, and whenever there are twice as many."""
+        before = self.counts["undecided"]
+        self.counts.update(verdict.word for verdict in verdicts)
+        count = self.counts["undecided"]
+        if count.bit_length() > before.bit_length():
+            reason = next(verdict.detail for verdict in verdicts if verdict.word == "undecided")
+            logger.warning(
+                "%d of %d programs so far scored 0 because their tests cannot judge what they returned (%s). "
+                "If right programs are among them, let the tests compare plain data, or give their rows a canonical "
+                "solution (the column answer) that defines the class.",
+                count,
+                self.counts.total(),
+                reason,
+            )
 
 
 @cache

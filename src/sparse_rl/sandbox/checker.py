@@ -4,11 +4,13 @@
 Standard input and output are the program's replies and the calls; the verdict goes to standard error, which the
 program does not have. The task lies in the private folder, encoded:
 
-{"kind": "code", "prelude": ..., "tests": [...], "names": [...]}    trusted code, statements, the program's functions
+{"kind": "code", "prelude": ..., "tests": [...], "names": [...], "classes": [...]}    trusted code, statements, and the
+                                                            program's functions and classes that are known
 {"kind": "calls", "function": ..., "inputs": [...], "expected": [...], "atol": ..., "oracle": ...}
 {"kind": "record", "function": ..., "inputs": [...], "oracle": ...}    what a canonical solution returns
 
-The verdict is one word and a detail: `passed`, `failed` (the program's doing), `broken` (the test's own), `recorded`.
+The verdict is one word and a detail: `passed`, `failed` (the program's doing), `broken` (the test's own), `recorded`,
+or `undecided`: a failure too, but what the program returned is nothing that these tests can judge (`remote.py`).
 """
 
 from __future__ import annotations
@@ -25,7 +27,20 @@ from typing import Any
 from sparse_rl.sandbox.child import READY, TASK
 from sparse_rl.sandbox.compare import as_expected, right
 from sparse_rl.sandbox.encoding import decode, encode, write_frame
-from sparse_rl.sandbox.remote import Broken, Gone, Remote, ask, asked, exceptions, number
+from sparse_rl.sandbox.remote import (
+    Broken,
+    Gone,
+    Made,
+    Opaque,
+    OpaqueResult,
+    Undecided,
+    ask,
+    asked,
+    exceptions,
+    number,
+    told,
+)
+from sparse_rl.sandbox.statements import bound, fault, used_as_classes
 
 # What tests say without importing it comes from here, never from the program: modules, what compares, and types whose
 # equality decides. Names that a task may ask for (gcd, sqrt, permutations) are not among them.
@@ -67,7 +82,7 @@ def check() -> None:
         _say(*judge.verdict())
     except Broken as error:
         _say("broken", str(error))
-    except (Exception, Gone) as error:
+    except (Exception, Gone, Undecided) as error:
         _say("failed", f"{type(error).__name__}: {error}")
 
 
@@ -79,38 +94,36 @@ def _say(verdict: str, detail: str | bytes) -> None:
 class _Space(dict[str, Any]):
     """The names of test code. Those that nobody has are the program's: functions, classes, and globals as they are."""
 
+    classes: set[str]
+
+    def named(self, name: str) -> Opaque:
+        return Made(name) if name in self.classes else OpaqueResult(name)
+
     def __missing__(self, name: str) -> Any:
         if hasattr(builtins, name) or name.startswith("__"):
             raise KeyError(name)
-        value = ask("value", Remote(name))
-        if isinstance(value, Remote):
-            self[name] = value = Remote(name)
+        value = ask("value", OpaqueResult(name))
+        if isinstance(value, Opaque):
+            self[name] = value = self.named(name)
         return value
-
-
-def _bound(node: ast.AST) -> list[str]:
-    """The names that a part of test code gives to things of its own."""
-    if isinstance(node, ast.alias):
-        return [(node.asname or node.name).partition(".")[0]]
-    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-        return [node.name]
-    if isinstance(node, ast.arg):
-        return [node.arg]
-    return [node.id] if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load) else []
 
 
 class _Code:
     """Statements, in the dataset's own words."""
 
-    def __init__(self, prelude: str, tests: list[str], names: list[str]) -> None:
+    def __init__(self, prelude: str, tests: list[str], names: list[str], classes: list[str]) -> None:
         self.tests = [(text, compile(text, "tests", "exec")) for text in tests]
         own: dict[str, Any] = {"__name__": "tests"}
         exec(compile(prelude, "prelude", "exec"), own)
-        self.space = _Space(own | {name: Remote(name) for name in names})
-        nodes = [node for text in tests for node in ast.walk(ast.parse(text))]
-        self.bound = {name for node in nodes for name in _bound(node)}
+        trees = [ast.parse(text) for text in tests]
+        nodes = [node for tree in trees for node in ast.walk(tree)]
+        self.bound = {name for node in nodes for name in bound(node)}
+        self.space = _Space(own)
+        self.space.classes = used_as_classes(nodes).union(classes)
+        self.space.update((name, self.space.named(name)) for name in names)
         for node in nodes:
             self.prepare(node)
+        self.fault = fault(trees, self.space)
 
     def prepare(self, node: ast.AST) -> None:
         """Modules and helpers that nobody imported, exceptions that are the program's; Broken for what cannot work."""
@@ -139,13 +152,29 @@ class _Code:
             where = f"statement {i + 1} of {len(self.tests)}: {text.strip()[:200]}"
             try:
                 exec(code, self.space)
+            except (Broken, Gone):
+                raise
+            except Undecided as error:
+                return self.undecided(f"{error} in {where}")
             except SystemExit as end:
                 if asked and end.code not in (None, 0):
                     return "failed", f"status {str(end.code)[:200]} in {where}"
-                raise Broken(f"the tests end their own process in {where}") from None
-            except Exception as error:
-                return "failed" if asked else "broken", f"{type(error).__name__}: {error} in {where}"
+                return self.undecided(f"the tests end their own process in {where}")
+            except BaseException as error:  # pytest's own failures are no Exceptions
+                text = _text(error)
+                return "undecided" if "Opaque" in text else "failed" if asked else "broken", f"{text} in {where}"
         return ("passed", "") if asked else ("broken", "the tests never call the program.")
+
+    def undecided(self, reason: str) -> tuple[str, str]:
+        """The tests do not work. If the program has answered, its answers may be why, and it gets no way out of a 0."""
+        return "undecided" if told and not self.fault else "broken", reason
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return f"{type(error).__name__}: {error}"
+    except TypeError as reason:  # it holds a thing that has no text
+        return f"{type(error).__name__}: {reason}"
 
 
 class _Calls:
@@ -171,8 +200,15 @@ class _Calls:
             except Exception as error:
                 return "failed", f"{where} raised {type(error).__name__}: {error}"
             if not good:
-                return "failed", f"{where} returned {repr(returned)[:200]}, not {repr(known[0])[:200]}"
+                return "failed", f"{where} returned {_shown(returned)}, not {_shown(known[0])}"
         return "passed", ""
+
+
+def _shown(value: Any) -> str:
+    try:
+        return repr(value)[:200]
+    except TypeError as reason:  # as above
+        return str(reason)
 
 
 class _Record:
@@ -212,4 +248,4 @@ def _sorted(part: Any) -> Any:
 def _called(name: str, given: list[Any]) -> Any:
     """What a function returned, or for "Solution.solve" a method of a fresh object."""
     holder, _, method = name.rpartition(".")
-    return ask("call", getattr(Remote(holder)(), method) if holder else Remote(name), given, {})
+    return ask("call", getattr(Made(holder)(), method) if holder else OpaqueResult(name), given, {})

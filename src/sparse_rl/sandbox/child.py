@@ -23,7 +23,7 @@ from collections.abc import Callable
 from itertools import islice
 from typing import Any
 
-from sparse_rl.sandbox.confine import Confinement, confine
+from sparse_rl.sandbox.confine import Confinement, View, confine
 from sparse_rl.sandbox.encoding import MAX_FRAME, decode, encode, read_frame, write_frame
 
 READY = b"\0ready\n"
@@ -38,8 +38,9 @@ def main() -> None:
         from sparse_rl.sandbox.checker import check  # its imports come before the files are out of reach
     if mode == "probe":
         from sparse_rl.sandbox.probe import attempts
+    wanted = settings["confinement"]
     try:
-        confine(Confinement(**settings["confinement"]))
+        confine(Confinement(**wanted | {"view": View(*wanted["view"])}))
     except (OSError, ValueError) as error:
         os.write(1, f"{error}".encode())
         os._exit(70)
@@ -101,7 +102,7 @@ _VERBS: dict[str, Callable[..., Any]] = {
     "value": lambda thing: thing,
     "get": getattr,
     "set": setattr,
-    "list": lambda thing: list(islice(thing, 1_000_000)),
+    "list": lambda thing: [(items := iter(thing)) is thing, list(islice(items, 1_000_000))],
     "builtin": lambda thing, name, *rest: getattr(builtins, name)(thing, *rest),
     "operator": lambda thing, name, *rest: getattr(operator, name)(thing, *rest),
     "reflected": lambda thing, name, other: getattr(operator, name)(other, thing),

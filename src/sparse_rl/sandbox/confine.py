@@ -17,6 +17,7 @@ import signal
 import stat
 import struct
 import sys
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from sparse_rl.sandbox.seccomp import SECCOMP_NR, build_filter, packed
@@ -36,11 +37,20 @@ _DEVICES = {"/dev/null": _READ_FILE | _WRITE_FILE, "/dev/urandom": _READ_FILE}
 _FILE_RIGHTS = _READ_FILE | _WRITE_FILE | _TRUNCATE  # those that mean something for a file
 
 
+class View(NamedTuple):
+    """The files that a child may read (`files.py`)."""
+
+    shown: tuple[str, ...]  # files and folders
+    hidden: tuple[str, ...]  # but for these folders in them
+    added: tuple[str, ...]  # and these, wherever they lie
+    listed: tuple[str, ...]  # the folders that those lie in, which are listed to find them
+
+
 class Confinement(NamedTuple):
     """What one child may have. (A dataclass would cost every child 15 ms of imports.)"""
 
     folder: str  # its own, the only place it writes to
-    readable: tuple[str, ...]  # files and folders it may read
+    view: View
     cpu_s: int
     memory_bytes: int
     file_bytes: int  # of one file
@@ -111,19 +121,28 @@ def _own_root(libc: ctypes.CDLL, wanted: Confinement) -> None:
             file.write(text)
     _checked(libc.unshare(_CLONE_NEWNS), "a mount namespace")
     root = "/proc"  # a folder that is everywhere, and that a program has no use for
-    shown = [path for path in (*wanted.readable, wanted.folder, *_DEVICES) if os.path.exists(path)]
     _mount(libc, None, "/", None, _MS_REC | _MS_PRIVATE)
     _mount(libc, "none", root, "tmpfs", 0)
-    for path in shown:
-        place = root + path
-        if os.path.isdir(path):
-            os.makedirs(place, exist_ok=True)
-        elif not os.path.exists(place):
-            os.makedirs(os.path.dirname(place), exist_ok=True)
-            os.close(os.open(place, os.O_CREAT))
-        _mount(libc, path, place, None, _MS_BIND | _MS_REC)
+    for path in wanted.view.shown:
+        _show(libc, root, path)
+    for path in wanted.view.hidden:
+        _mount(libc, "none", root + path, "tmpfs", 0)
+    for path in (*wanted.view.added, wanted.folder, *_DEVICES):
+        _show(libc, root, path)
     os.chroot(root)  # nothing of the old one is open, and without capabilities there is no way back
     os.chdir(wanted.folder)
+
+
+def _show(libc: ctypes.CDLL, root: str, path: str) -> None:
+    place = root + path
+    if os.path.isdir(path):
+        os.makedirs(place, exist_ok=True)
+    elif not os.path.exists(path):
+        return
+    elif not os.path.exists(place):
+        os.makedirs(os.path.dirname(place), exist_ok=True)
+        os.close(os.open(place, os.O_CREAT))
+    _mount(libc, path, place, None, _MS_BIND | _MS_REC)
 
 
 def _mount(libc: ctypes.CDLL, source: str | None, target: str, kind: str | None, flags: int) -> None:
@@ -167,14 +186,30 @@ def _landlock(libc: ctypes.CDLL, wanted: Confinement) -> None:
     attributes = struct.pack("=QQQ", handled, network, scoped)[: 8 if version < 4 else 16 if version < 6 else 24]
     ruleset = _checked(_call(libc, _CREATE_RULESET, attributes, len(attributes), 0), "landlock")
     try:
-        for path in wanted.readable:
-            _permit(libc, ruleset, path, _READ & handled)
+        for folder in wanted.view.shown:
+            for path, rights in around(folder, wanted.view.hidden):
+                _permit(libc, ruleset, path, rights)
+        for path in wanted.view.added:
+            _permit(libc, ruleset, path, _READ)
+        for path in wanted.view.listed:
+            _permit(libc, ruleset, path, _READ_DIR)
         _permit(libc, ruleset, wanted.folder, _PRIVATE & handled)
         for path, rights in _DEVICES.items():
             _permit(libc, ruleset, path, rights)
         _checked(_call(libc, _RESTRICT_SELF, ruleset, 0), "landlock_restrict_self")
     finally:
         os.close(ruleset)
+
+
+def around(folder: str, hidden: Sequence[str]) -> Iterator[tuple[str, int]]:
+    """The parts of a folder that hold nothing hidden, to be read, and the folders that do, to be listed."""
+    if not any(path.startswith(folder + "/") for path in hidden):
+        yield folder, _READ
+        return
+    yield folder, _READ_DIR
+    for name in os.listdir(folder):
+        if (path := os.path.join(folder, name)) not in hidden:
+            yield from around(path, hidden)
 
 
 def _permit(libc: ctypes.CDLL, ruleset: int, path: str, rights: int) -> None:

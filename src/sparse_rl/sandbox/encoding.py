@@ -33,6 +33,7 @@ _KINDS: dict[str, Callable[[Any], list[Any]]] = {
     "builtins.range": lambda value: [value.start, value.stop, value.step],
     "builtins.slice": lambda value: [value.start, value.stop, value.step],
     "builtins.dict_keys": lambda value: [list(value)],
+    "builtins.dict_values": lambda value: [list(value)],
     "builtins.dict_items": lambda value: [list(value)],
     "array.array": lambda value: [value.typecode, value.tolist()],
     "uuid.UUID": lambda value: [str(value)],
@@ -48,6 +49,7 @@ _KINDS: dict[str, Callable[[Any], list[Any]]] = {
 }
 _VIEWS: dict[str, Callable[[list[Any]], Any]] = {  # types that have no name to call them by
     "builtins.dict_keys": lambda keys: dict.fromkeys(keys).keys(),
+    "builtins.dict_values": lambda values: dict(enumerate(values)).values(),
     "builtins.dict_items": lambda items: dict(items).items(),
 }
 

@@ -21,21 +21,21 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 from sparse_rl.sandbox.child import PROGRAM, READY, TASK
-from sparse_rl.sandbox.confine import Confinement
+from sparse_rl.sandbox.confine import Confinement, View
 from sparse_rl.sandbox.encoding import MAX_FRAME
+from sparse_rl.sandbox.files import common, package, places, view
 
 MAX_OUTPUT = 16 << 20  # bytes a program may print
 MAX_FOLDER, MAX_FILES = 64 << 20, 500  # bytes and files of a private folder
 MAX_THREADS = 32
+_EXCESS = ("started more", "filled its folder")
 _LOOK_EVERY_S = 0.02
 _START_S, _START_CPU_S = 60.0, 5  # that processes may take to get ready, on the clock and of processor time
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 _BOOT = f"import sys; sys.path.append({_PACKAGE!r}); from sparse_rl.sandbox.child import main; main()"
-_SYSTEM = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/etc/ld.so.cache", "/usr/share/zoneinfo")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,16 +44,22 @@ class Limits:
 
     timeout_s: seconds on the clock from when its process is ready (and a few more of processor time)
     memory_mb: address space
+    packages: installed packages that it may import beside the standard library, with what they need; None allows the
+        usual ones
     """
 
     timeout_s: float = 10.0
     memory_mb: int = 1024
+    packages: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         if not 0 < self.timeout_s < math.inf:
             raise ValueError(f"timeout_s is {self.timeout_s}; a program needs a number of seconds above 0.")
         if self.memory_mb < 128:
             raise ValueError(f"memory_mb is {self.memory_mb}; Python itself needs 128.")
+        for name in self.packages or ():
+            if not package(name):
+                raise ValueError(f"packages names {name!r}, which is not installed; install it or leave it out.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +74,10 @@ class Ran:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """passed, failed (the program's doing), broken (not its doing), or recorded (with values as detail)."""
+    """passed, failed (the program's doing), broken (not its doing), or recorded (with values as detail).
+
+    undecided: failed too, but the tests cannot judge what the program returned
+    """
 
     word: str
     detail: str = ""
@@ -120,19 +129,20 @@ class Sandbox:
             assert checker.stderr is not None
             children = [(checker, mine), (candidate, its)]
             output, stopped, deadline = _read(checker.stderr.fileno(), children, limit, MAX_FRAME + 4096)
-            crashed = not stopped and _ended(checker, mine, deadline) == "" and checker.returncode < 0
-        return _verdict(output, stopped, crashed, time.monotonic() - start)
+            killed = not stopped and _ended(checker, mine, deadline) == "" and checker.returncode == -signal.SIGKILL
+        return _verdict(output, stopped, killed, time.monotonic() - start)
 
 
-def _verdict(output: bytes, stopped: str, crashed: bool, seconds: float) -> Verdict:
+def _verdict(output: bytes, stopped: str, killed: bool, seconds: float) -> Verdict:
     """What the checker said. It says READY when both processes are: later silence is the program's doing."""
     ready, said = output.startswith(READY), output.removeprefix(READY)[4:]  # a frame's length goes before its body
+    ready = ready or stopped.startswith(_EXCESS)  # a program may begin before its checker does
     word, _, detail = said.partition(b"\n")
-    if word.decode(errors="replace") in ("passed", "failed", "broken"):
+    if word.decode(errors="replace") in ("passed", "failed", "undecided", "broken"):
         return Verdict(word.decode(), detail.decode(errors="replace"), seconds=seconds)
     if word == b"recorded":
         return Verdict("recorded", values=detail, seconds=seconds)
-    if not ready or crashed:
+    if not ready or killed:  # by the kernel, for want of memory
         return Verdict("broken", f"the checker {stopped or 'ended'}: {output[-200:].decode(errors='replace')}")
     return Verdict("failed", f"the program {stopped or 'gave answers that end its checker'}.", seconds=seconds)
 
@@ -152,25 +162,14 @@ def _write(folder: str, name: str, body: bytes) -> None:
         file.write(body)
 
 
-@cache
-def _packages() -> tuple[str, ...]:
-    """Where installed packages lie: numpy and the like."""
-    ends = ("site-packages", "dist-packages")
-    return tuple(place for place in sys.path if place.rstrip("/").endswith(ends) and os.path.isdir(place))
-
-
-@cache
-def readable() -> tuple[str, ...]:
-    """What a program may read: the interpreter's libraries, installed packages, the system's shared libraries."""
-    prefixes = {os.path.join(prefix, "lib") for prefix in (sys.base_prefix, sys.base_exec_prefix)}
-    return tuple(dict.fromkeys((os.path.dirname(os.__file__), *sorted(prefixes), *_packages(), *_SYSTEM)))
-
-
-def _bwrap(folder: str) -> list[str]:
+def _bwrap(folder: str, seen: View) -> list[str]:
     """bubblewrap, with the same files and one writable folder."""
+    own = [os.path.join(_PACKAGE, "sparse_rl", name) for name in ("__init__.py", "sandbox")]
     interpreter = [sys.executable, os.path.realpath(sys.executable), os.path.join(sys.prefix, "pyvenv.cfg")]
-    shown = [*readable(), *interpreter, os.path.join(_PACKAGE, "sparse_rl")]
-    binds = [part for path in dict.fromkeys(shown) for part in ("--ro-bind-try", path, path)]
+    binds = [part for path in seen.shown for part in ("--ro-bind-try", path, path)]
+    binds += [part for path in seen.hidden for part in ("--tmpfs", path)]
+    binds += [part for path in (*seen.added, *interpreter, *own) for part in ("--ro-bind-try", path, path)]
+    binds += [part for path in seen.hidden for part in ("--remount-ro", path)]
     apart = ["--unshare-all", "--die-with-parent", "--cap-drop", "ALL", "--dev", "/dev", "--tmpfs", "/tmp"]
     return [shutil.which("bwrap") or "bwrap", *apart, *binds, "--bind", folder, folder, "--chdir", folder, "--"]
 
@@ -188,9 +187,11 @@ def _child(
     stderr: Any = subprocess.DEVNULL,
 ) -> Iterator[subprocess.Popen[bytes]]:
     """A confined child in one of `child.py`'s modes; it is gone when the block is left."""
+    allowed = sandbox.limits.packages
+    seen = view(None if mode == "check" else common() if allowed is None else allowed)
     confinement = Confinement(
         folder=folder,
-        readable=readable(),
+        view=seen,
         cpu_s=math.ceil(max(limit_s, sandbox.limits.timeout_s)) + _START_CPU_S,
         memory_bytes=sandbox.limits.memory_mb << 20,
         file_bytes=MAX_FOLDER // 8,
@@ -201,7 +202,7 @@ def _child(
     settings = {
         "mode": mode,
         "package": _PACKAGE,
-        "packages": _packages(),
+        "packages": places(),
         "secret": secret,
         "confinement": confinement._asdict(),
     }
@@ -211,7 +212,7 @@ def _child(
         environment["LD_LIBRARY_PATH"] = os.environ["LD_LIBRARY_PATH"]
     python = [sys.executable, "-S", "-s", "-P", "-X", "utf8", "-c", _BOOT, json.dumps(settings)]
     process: subprocess.Popen[bytes] = subprocess.Popen(
-        [*(_bwrap(folder) if sandbox.method == "bwrap" else []), *python],
+        [*(_bwrap(folder, seen) if sandbox.method == "bwrap" else []), *python],
         stdin=stdin,
         stdout=stdout,
         stderr=stderr,

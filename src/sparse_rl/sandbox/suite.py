@@ -8,12 +8,13 @@ test, entry_point        HumanEval: a function `check(candidate)`
 tests                    a user's own: assert statements, or {"input": ..., "output": ...}: texts for a script; with an
                          `entry_point` column, a list of arguments and a returned value
 
-Statements run in a process beside the program's. They may call its functions, make and use its objects, read its
-globals, catch its exceptions and look at lists, dicts and sets that it changed. Results are plain data, and Decimal,
-Fraction, deque, array, range, slice, the keys and items of a dict, UUID, paths, and dates without a zone. Any other
-object is compared with others of the program's, and equals nothing else: to return one never makes a result one that
-is left out. What tests do that does not go over is the grader's failure, never a 0: a function passed to a function of
-the program's, `f(a) is a`.
+Statements run in a process beside the program's. They may call its functions, use its classes, read its globals, catch
+its exceptions and look at lists, dicts and sets that it changed. Results are plain data, and Decimal, Fraction, deque,
+array, range, slice, the views of a dict, UUID, paths, and dates without a zone. Any other object is opaque: it decides
+nothing (`remote.py` has the rule). A test that fails over one scores 0 and is counted as undecided.
+
+What tests do that cannot work with any program is the grader's failure, never a 0: a function passed to a function of
+the program's, `f(a) is a`. Where it depends on what the program answered, it is a 0, and counted as undecided.
 
 Names that tests do not define are the program's, but for modules and the usual helpers (np, isclose, approx, Counter):
 those are the checker's, unless `entry_point` or the canonical solution has them. A helper of another name that decides
@@ -80,12 +81,13 @@ class Statements:
     prompt: str = ""
     entry_point: str = ""
     names: tuple[str, ...] = ()  # functions known to be the program's; others are found by not being anyone's
+    classes: tuple[str, ...] = ()  # those of them that are classes; others are found by how the tests use them
 
     def judge(self, program: str, sandbox: Sandbox) -> Verdict:
         program = complete(self.prompt, program, self.entry_point)
         prelude = f"{self.prompt.rstrip()}\n    pass\ndel {self.entry_point}" if self.prompt else ""
-        task = encode({"kind": "code", "prelude": prelude, "tests": list(self.tests), "names": list(self.names)})
-        return sandbox.check(program, task)
+        known = {"names": list(self.names), "classes": list(self.classes)}
+        return sandbox.check(program, encode({"kind": "code", "prelude": prelude, "tests": list(self.tests)} | known))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,10 +175,12 @@ def suite_of(columns: Mapping[str, Any]) -> Suite:
         return Texts(tests=tuple((str(test["input"]), str(test["output"])) for test in _some(tests)), usual=True)
     if "test_list" in row:
         setup = [row["test_setup_code"]] if row.get("test_setup_code") else []
-        return Statements(tests=(*setup, *_some(_loaded(row["test_list"]))), names=_defined(row))
+        names, classes = _defined(row)
+        return Statements(tests=(*setup, *_some(_loaded(row["test_list"]))), names=names, classes=classes)
     if "test" in row and entry:
         prompt = problem if f"def {entry}" in problem else ""
-        return Statements(tests=(row["test"], f"check({entry})"), prompt=prompt, entry_point=entry)
+        _, classes = _defined(row)
+        return Statements(tests=(row["test"], f"check({entry})"), prompt=prompt, entry_point=entry, classes=classes)
     if "tests" in row:
         return _own(_some(_loaded(row["tests"])), row, entry)
     wanted = "tests, test_list, test with entry_point, public_tests, or base_input and plus_input"
@@ -204,7 +208,8 @@ def _evalplus(row: Mapping[str, Any], problem: str, entry: str) -> Calls:
 
 def _own(tests: list[Any], row: Mapping[str, Any], entry: str) -> Suite:
     if all(isinstance(test, str) for test in tests):
-        return Statements(tests=tuple(tests), names=_defined(row) + ((entry,) if entry else ()))
+        names, classes = _defined(row)
+        return Statements(tests=tuple(tests), names=(*names, entry) if entry else names, classes=classes)
     if not all(isinstance(test, Mapping) and {"input", "output"} <= test.keys() for test in tests):
         raise ValueError("the column tests must hold assert statements, or objects with an input and an output.")
     if not entry:
@@ -215,10 +220,10 @@ def _own(tests: list[Any], row: Mapping[str, Any], entry: str) -> Suite:
     return Calls(function=entry, inputs=encode(given), expected=expected, atol=atol, oracle="json")
 
 
-def _defined(row: Mapping[str, Any]) -> tuple[str, ...]:
-    """One task wants a function `sum`: what the canonical solution defines is the program's."""
-    solution = str(row.get("answer") or row.get("code") or "")
-    return tuple(re.findall(r"^(?:def|class) +(\w+)", solution, re.MULTILINE))
+def _defined(row: Mapping[str, Any]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The names that the canonical solution defines, which are the program's (one may be `sum`); its classes."""
+    found = re.findall(r"^(def|class) +(\w+)", str(row.get("answer") or row.get("code") or ""), re.MULTILINE)
+    return tuple(name for _, name in found), tuple(name for kind, name in found if kind == "class")
 
 
 def _loaded(value: Any) -> list[Any]:

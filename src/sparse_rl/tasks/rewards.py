@@ -51,12 +51,16 @@ class GradingConfig:
             raise ValueError(f"grading.timeout_s is {self.timeout_s}; it must be above 0 and finite.")
 
 
-def _code(grading: GradingConfig, timeout_s: float = 10.0, memory_mb: int = 1024) -> Reward:
-    """Programs run against the row's tests: seconds and address space that one of them may take."""
+def _code(
+    grading: GradingConfig, timeout_s: float = 10.0, memory_mb: int = 1024, packages: str | None = None
+) -> Reward:
+    """Programs run against the row's tests: seconds, address space, and packages ("numpy+pandas") that one may take."""
     from sparse_rl.grading.code import CodeReward
     from sparse_rl.sandbox.process import Limits
 
-    return CodeReward.build(Limits(timeout_s=timeout_s, memory_mb=memory_mb), grading.workers, grading.unsafe_code)
+    allowed = None if packages is None else tuple(filter(None, packages.split("+")))
+    limits = Limits(timeout_s=timeout_s, memory_mb=memory_mb, packages=allowed)
+    return CodeReward.build(limits, grading.workers, grading.unsafe_code)
 
 
 def _countdown(grading: GradingConfig, format_score: float = 0.0) -> Reward:
