@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A tiny random model of every decoder-only type that transformers knows, its config made by rule.
+
+The rule reads the fields of a type's own default config. Sizes and counts become small, by the field's name; switches,
+kinds of layers and everything else stay as the family has them. SETTINGS lists what the rule cannot know.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+import transformers
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+)
+
+from sparse_rl.model.tiny import tiny_tokenizer
+
+NUM_LAYERS = 2
+KINDS = ["sliding_attention", "full_attention"]
+ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+DBRX_EXPERTS = {"ffn_hidden_size": 96, "hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2}
+DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
+RECORDS = ("transformers_version", "architectures", "id2label", "label2id", "dtype", "attention_layers")  # of a saved config, or derived
+DERIVED = ("head_dim", "num_key_value_heads", "num_experts_per_tok")  # from the others, where they are none
+GAIN = 1.3  # of a projection: wide enough that attention looks at something
+WINDOW = 36  # entries a sliding layer sees: fewer than a text has, more than a sparse cache keeps
+
+# The first pattern that fits a whole name of a field decides. Fields whose default is no positive integer stay.
+RULES: tuple[tuple[str, int], ...] = (
+    (r"vocab_size\w*|n_token|ngram_vocab_size_base|encoder_hash_byte_group_vocab|unpadded_vocab_size", 259),
+    (r"hidden_size(_global)?|n_embd|d_model|dim_model|embedding_dim|dim_model_base|word_embed_proj_dim|lru_width", 64),
+    (r"embedding_size|attention_hidden_size|mamba_d_ssm|router_hidden_size", 64),
+    (r"hidden_size_per_layer_input|\w*lora_rank|laurel_rank|gated_norm_rank|adapter_rank|hc_lowrank|dt_rank", 16),
+    (r"time_step_rank|mamba_dt_rank|moe_latent_size|ple_embed_dim", 16),
+    (r"\w*intermediate_size\w*|n_inner|ffn_dim|dim_ff|dff|d_inner|\w*ffn_hidden_size|decoder_ffn_dim", 96),
+    (r"num_blocks|num_layers_per_stack|attn_layer_period|layer_group_size|num_mem_blocks", 2),
+    (r"\w*num_key_value_heads|num_kv_heads|num_query_groups|indexer_kv_heads", 2),
+    (r"num_attention_heads|swa_num_attention_heads|n_heads?|num_heads|\w*attention_heads|index\w*_n_heads", 4),
+    (r"linear_num_\w*heads|mamba_num_heads|mamba_n_heads|n_mamba_heads|linear_num_heads", 4),
+    (r"qk_head_dim", 32),  # two of 16
+    (r"head_dim|\w+_head_dim|kv_channels|dim_head|d_head|linear_head_dim|linear_(key|value)_head_dim", 16),
+    (r"mamba_d_head|mamba_headdim|d_rel", 16),
+    (r"rotary_dim", 8),
+    (r"max_position_embeddings|n_positions|n_ctx|model_max_length|context_length|rel_extent", 512),
+    (r"position_bias_max_distance", 512),
+    (r"sliding_window|\w*window_size|sliding_window_size|local_attention|attention_chunk_size", WINDOW),
+    (r"num_experts|num_local_experts|n_routed_experts|moe_num_experts|zero_expert_num", 4),
+    (r"num_experts_per_tok(en)?|moe_topk|moe_k|top_k_experts", 2),
+    (r"num_expert_group|n_group|topk_group|mamba_n_groups|n_groups|mamba_ngroups|o_groups", 1),
+    (r"n(um)?_shared_experts|moe_num_shared_experts|first_k_dense_replace|num_dense_layers|moe_layer_start_index", 1),
+    (r"moe_layer_end_index|max_window_layers", 1),
+    (r"index_topk|keep_window_size|indexer_budget", 16),
+    (r"mamba_d_state|ssm_state_size|state_size", 16),
+    (r"mamba_chunk_size|chunk_size|block_size|index_block_size", 16),
+    (r"num_nextn_predict_layers|num_mtp_layers", 0),
+)
+# Types whose own default config cannot be made.
+FIRST: dict[str, dict[str, Any]] = {"gemma4_assistant": {"text_config": {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}}}
+
+# What the rule cannot know, with the reason.
+WIDER_GLOBAL = {"per_layer_config": {"01": {"head_dim": 32}}}  # names layers by their number
+MAMBA = {"mamba_n_heads": 8}  # times its width, twice the model's
+SETTINGS: dict[str, dict[str, Any]] = {
+    "bamba": MAMBA | {"attn_layer_indices": [1]},  # by default no layer attends
+    "cohere_compass_text": {"rope_parameters": dict.fromkeys(KINDS, ROPE)},  # its default has no rotation
+    "dbrx": {"num_key_value_heads": 2, "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8}, "ffn_config": DBRX_EXPERTS},
+    "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "moe_intermediate_size": 32},
+    "mamba2": {"num_heads": 8},  # times its width, twice the model's
+    "zamba": {"attention_hidden_size": 128, "attention_head_dim": 32},  # twice the model's
+    "zamba2": {"attention_hidden_size": 128, "attention_head_dim": 32, "n_mamba_heads": 8},
+    "zaya": {"num_experts_per_tok": 1},  # knows no other
+    "qwen4_exp_text": dict.fromkeys(("indexer_n_heads", "indexer_kv_heads"), 1) | dict.fromkeys(("indexer_head_dim", "indexer_budget"), 16) | {"indexer_compress_ratio": 4},
+    "gemma3n_text": {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "layer_types": 2 * KINDS},
+    "gemma4_text": WIDER_GLOBAL,
+    "gemma4_unified_text": WIDER_GLOBAL,
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},  # counts its layers
+    "granite": {"attention_multiplier": 0.3},  # a trained one has a scale near 1 / sqrt(head_dim)
+    "granitemoehybrid": MAMBA | {"layer_types": ["linear_attention", "full_attention"]},  # by default no layer attends
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},  # its default has no convolution, its checkpoints have
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},  # by default none
+}
+
+def types() -> list[str]:
+    """Every type that the causal mapping knows."""
+    return [name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if name in CONFIG_MAPPING_NAMES]
+
+
+def left_out(model_type: str) -> str | None:
+    """Why a type is no decoder-only language model of its own, or None if it is."""
+    if model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES:
+        return "encoder"
+    config = transformers.AutoConfig.for_model(model_type, **FIRST.get(model_type, {}))
+    if config.is_encoder_decoder:
+        return "encoder-decoder"
+    if config.model_type != model_type:
+        return f"another name of {config.model_type}"
+    text = config.get_text_config()
+    return None if text is config else f"wrapper of {text.model_type}"
+
+
+def tiny_config(model_type: str, **settings: Any) -> transformers.PreTrainedConfig:
+    """The config of a type, small."""
+    given = transformers.AutoConfig.for_model(model_type).to_dict()
+    tokenizer = tiny_tokenizer()
+    tokens = {name: getattr(tokenizer, name) for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
+    special = SETTINGS.get(model_type, {}) | settings
+    small = _small(given, special.get("num_hidden_layers", NUM_LAYERS))
+    if "kv_lora_rank" in small:  # one latent vector for all heads: as many of keys as of queries
+        small["num_key_value_heads"] = small["num_attention_heads"]
+    small |= tokens | {"tie_word_embeddings": False} | special
+    return transformers.AutoConfig.for_model(small.pop("model_type"), **small)
+
+
+def _small(given: dict[str, Any], depth: int) -> dict[str, Any]:
+    layers = next((given[name] for name in DEPTHS if isinstance(given.get(name), int)), None)
+    return {name: _smaller(name, value, layers, depth) for name, value in given.items() if name not in RECORDS}
+
+
+def _smaller(name: str, value: Any, layers: int | None, depth: int) -> Any:
+    if isinstance(value, dict):
+        return value if name in ("rope_parameters", "rope_scaling") else _small(value, depth)
+    if isinstance(value, list) and layers and len(value) == layers:  # an item a layer: one of each kind, in turn
+        kinds = list(dict.fromkeys(value))
+        return [_smaller(name, kinds[i % len(kinds)], None, depth) for i in range(depth)]
+    if name.endswith("token_id"):
+        return 0 if isinstance(value, int) else value
+    if name in DEPTHS:
+        return depth
+    if name in DERIVED and value is None:
+        value = 1
+    if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+        return value
+    return next((size for pattern, size in RULES if re.fullmatch(pattern, name)), value)
+
+
+def tiny_model(config: transformers.PreTrainedConfig, seed: int = 0) -> transformers.PreTrainedModel:
+    """With the family's own attention, and weights of which none can be left out unseen."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+        for tensor in (*model.parameters(), *(b for name, b in model.named_buffers() if "bias" in name)):
+            if tensor.is_floating_point():
+                draw(tensor.data)
+    return model.eval()
+
+
+def draw(tensor: torch.Tensor) -> None:
+    """Matrices keep the size of what they multiply; what began at one value (norms, biases, sinks) is spread around it."""
+    if tensor.ndim > 1 and tensor.std() > 0:
+        tensor.normal_(std=GAIN * tensor.shape[-1] ** -0.5)
+    else:
+        tensor.add_(0.3 * torch.randn_like(tensor))
