@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import transformers
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
@@ -23,7 +23,6 @@ from sparse_rl.model.tiny import tiny_tokenizer
 NUM_LAYERS = 2
 KINDS = ["sliding_attention", "full_attention"]
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
-DBRX_EXPERTS = {"ffn_hidden_size": 96, "hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2}
 DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
 RECORDS = ("transformers_version", "architectures", "id2label", "label2id", "dtype", "attention_layers")  # of a saved config, or derived
 DERIVED = ("head_dim", "num_key_value_heads", "num_experts_per_tok")  # from the others, where they are none
@@ -59,53 +58,140 @@ RULES: tuple[tuple[str, int], ...] = (
     (r"mamba_chunk_size|chunk_size|block_size|index_block_size", 16),
     (r"num_nextn_predict_layers|num_mtp_layers", 0),
 )
-# Types whose own default config cannot be made.
-FIRST: dict[str, dict[str, Any]] = {"gemma4_assistant": {"text_config": {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}}}
-
 # What the rule cannot know, with the reason.
+MAMBA = {"mamba_n_heads": 8}  # times their width: twice the model's
+TWICE = {"attention_hidden_size": 128, "attention_head_dim": 32}  # the model's width
 WIDER_GLOBAL = {"per_layer_config": {"01": {"head_dim": 32}}}  # names layers by their number
-MAMBA = {"mamba_n_heads": 8}  # times its width, twice the model's
 SETTINGS: dict[str, dict[str, Any]] = {
     "bamba": MAMBA | {"attn_layer_indices": [1]},  # by default no layer attends
-    "cohere_compass_text": {"rope_parameters": dict.fromkeys(KINDS, ROPE)},  # its default has no rotation
-    "dbrx": {"num_key_value_heads": 2, "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8}, "ffn_config": DBRX_EXPERTS},
-    "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "moe_intermediate_size": 32},
-    "mamba2": {"num_heads": 8},  # times its width, twice the model's
-    "zamba": {"attention_hidden_size": 128, "attention_head_dim": 32},  # twice the model's
-    "zamba2": {"attention_hidden_size": 128, "attention_head_dim": 32, "n_mamba_heads": 8},
-    "zaya": {"num_experts_per_tok": 1},  # knows no other
-    "qwen4_exp_text": dict.fromkeys(("indexer_n_heads", "indexer_kv_heads"), 1) | dict.fromkeys(("indexer_head_dim", "indexer_budget"), 16) | {"indexer_compress_ratio": 4},
-    "gemma3n_text": {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "layer_types": 2 * KINDS},
+    "cohere_compass_text": {"rope_parameters": dict.fromkeys(KINDS, ROPE)},  # its default has none
+    "dbrx": {
+        "num_key_value_heads": 2,
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8},  # its default has no rotation
+        "ffn_config": {"ffn_hidden_size": 96, "hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2},
+    },
+    "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},  # its default has no experts
+    "gemma3n_text": {"num_hidden_layers": 4, "num_kv_shared_layers": 2},  # two layers of each kind
     "gemma4_text": WIDER_GLOBAL,
     "gemma4_unified_text": WIDER_GLOBAL,
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},  # counts its layers
-    "granite": {"attention_multiplier": 0.3},  # a trained one has a scale near 1 / sqrt(head_dim)
+    "granite": {"attention_multiplier": 0.3},  # near 1 / sqrt(head_dim), as in checkpoints; 1 by default
     "granitemoehybrid": MAMBA | {"layer_types": ["linear_attention", "full_attention"]},  # by default no layer attends
-    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
-    "lfm2": {"layer_types": ["conv", "full_attention"]},  # its default has no convolution, its checkpoints have
-    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},  # by default none
+    "jamba": {"attn_layer_offset": 1},  # below the period
+    "lfm2": {"layer_types": ["conv", "full_attention"]},  # by default no layer convolves
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},  # its default has no kinds
+    "mamba2": {"num_heads": 8},  # times their width: twice the model's
+    "moshi": {"sliding_window": 512},  # its cache has a window, its forward pass none: as published, none either
+    "qwen4_exp_text": {  # its default has none of these
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 16,
+        "indexer_budget": 16,
+        "indexer_compress_ratio": 4,
+    },
+    "zamba": TWICE,
+    "zamba2": TWICE | {"n_mamba_heads": 8},  # times their width: twice the model's
+    "zaya": {"num_experts_per_tok": 1},  # it knows no other
 }
+# Families in a second setting, where that is another mechanism.
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama (tied head)": ("llama", {"tie_word_embeddings": True}),
+    "llama (biases, dropout)": ("llama", {"attention_bias": True, "mlp_bias": True, "attention_dropout": 0.1}),
+    "llama (one KV head)": ("llama", {"num_key_value_heads": 1}),
+    "llama (llama3 rotation)": (
+        "llama",
+        {
+            "rope_parameters": ROPE
+            | {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+            | {"original_max_position_embeddings": 64}
+        },
+    ),
+    "llama (linear rotation)": ("llama", {"rope_parameters": ROPE | {"rope_type": "linear", "factor": 4.0}}),
+    "qwen2 (windows)": ("qwen2", {"use_sliding_window": True, "sliding_window": WINDOW, "layer_types": KINDS}),
+    "qwen3 (yarn rotation)": (
+        "qwen3",
+        {"rope_parameters": ROPE | {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}},
+    ),
+    "gpt2 (scale by layer)": ("gpt2", {"scale_attn_by_inverse_layer_idx": True}),
+    "opt (350m)": ("opt", {"word_embed_proj_dim": 32, "do_layer_norm_before": False}),
+    "phi (norms of queries)": ("phi", {"qk_layernorm": True}),
+    "granitemoehybrid (attention alone)": ("granitemoehybrid", {"layer_types": ["full_attention"] * 2}),
+    "gemma3_text (both directions)": ("gemma3_text", {"use_bidirectional_attention": True}),
+    "gemma4_text (one width)": ("gemma4_text", {"per_layer_config": {}}),
+    "gemma4_text (shared KV)": (
+        "gemma4_text",
+        {"per_layer_config": {}, "num_hidden_layers": 4, "num_kv_shared_layers": 2},
+    ),
+    "gemma4_unified_text (one width)": ("gemma4_unified_text", {"per_layer_config": {}}),
+    "mpt (no ALiBi)": ("mpt", {"attn_config": {"alibi": False}}),
+    "falcon (ALiBi)": ("falcon", {"alibi": True}),
+}
+
+
+# One cell for each mechanism.
+MECHANISMS: dict[str, str] = {
+    "llama": "grouped query heads, rotated positions",
+    "llama (tied head)": "the head is the embedding",
+    "llama (biases, dropout)": "biases; a dropout that load switches off",
+    "qwen2 (windows)": "windows in some layers, biases of queries, keys and values",
+    "qwen3": "normed queries and keys",
+    "qwen3 (yarn rotation)": "a rotation with a factor on its scale",
+    "mistral": "a window in every layer",
+    "ministral3": "queries scaled by their position",
+    "gemma2": "soft-capped attention",
+    "gemma3_text": "windows, a rotation by kind of layer, norms of 1 + weight",
+    "gemma3n_text": "layers that share keys and values",
+    "gemma4_text": "layers of different widths",
+    "olmo2": "norms behind each block",
+    "cohere2": "attention beside the MLP, no positions in full layers",
+    "smollm3": "no positions in some layers",
+    "glm4": "half of each head rotated, in pairs",
+    "phi3": "joined projections",
+    "granite": "multipliers, a scale of its own",
+    "granitemoeshared": "shared experts beside routed ones",
+    "mixtral": "routed experts",
+    "gpt_oss": "attention sinks",
+    "deepseek_v3": "latent attention: values narrower than keys",
+    "dbrx": "clipped queries, keys and values",
+    "gpt2": "learned positions, convolutions as projections",
+    "gpt_neox": "queries, keys and values in one projection by head",
+    "starcoder2": "layer norms with biases",
+    "jetmoe": "experts that attend",
+    "bloom": "ALiBi",
+    "stablelm": "attention of its own, not through transformers' interface",
+    "bamba": "state-space layers",
+    "llama4_text": "chunked attention",
+    "longcat_flash": "two attentions a layer",
+    "gemma3_text (both directions)": "attention in both directions",
+}
+
 
 def types() -> list[str]:
     """Every type that the causal mapping knows."""
-    return [name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if name in CONFIG_MAPPING_NAMES]
+    return [name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if name in CONFIG_MAPPING]
 
 
 def left_out(model_type: str) -> str | None:
     """Why a type is no decoder-only language model of its own, or None if it is."""
+    kind = CONFIG_MAPPING[model_type]
     if model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES:
         return "encoder"
-    config = transformers.AutoConfig.for_model(model_type, **FIRST.get(model_type, {}))
-    if config.is_encoder_decoder:
+    if kind.is_encoder_decoder:
         return "encoder-decoder"
-    if config.model_type != model_type:
-        return f"another name of {config.model_type}"
-    text = config.get_text_config()
-    return None if text is config else f"wrapper of {text.model_type}"
+    if {"text_config", "decoder"} & {*kind.sub_configs}:
+        return "wrapper"
+    return None if kind.model_type == model_type else "second name"
 
 
-def tiny_config(model_type: str, **settings: Any) -> transformers.PreTrainedConfig:
-    """The config of a type, small."""
+def cells() -> list[str]:
+    """A name for each decoder-only type, and for each variant of one."""
+    decoders = [name for name in types() if left_out(name) is None]
+    return [*decoders, *(name for name, (of, _) in VARIANTS.items() if of in decoders)]
+
+
+def tiny_config(cell: str) -> transformers.PreTrainedConfig:
+    """The config of a cell, small."""
+    model_type, settings = VARIANTS.get(cell, (cell, {}))
     given = transformers.AutoConfig.for_model(model_type).to_dict()
     tokenizer = tiny_tokenizer()
     tokens = {name: getattr(tokenizer, name) for name in ("pad_token_id", "bos_token_id", "eos_token_id")}

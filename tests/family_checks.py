@@ -7,6 +7,7 @@ The reference is the same model with its family's eager attention, one text at a
 from __future__ import annotations
 
 import copy
+import json
 import re
 import sys
 from pathlib import Path
@@ -38,6 +39,37 @@ SPARSE = RKV(budget=24, interval=8, window=4)
 CLOSE = 1e-4  # of log-probs in fp32
 CLOSE_CALL = 1e-3  # greedy tokens may differ where the two best logits are closer than this
 MATTERS = 0.05  # by which a cut must change some log-prob: else attention does not count, and nothing is seen
+
+
+VERDICTS = Path(__file__).parent / "model" / "verdicts.json"
+NEWEST = "5.22"  # other versions hold what differs there; null where a type is unknown
+
+
+def release() -> str:
+    """Of the installed transformers: "5.22"."""
+    return ".".join(transformers.__version__.split(".")[:2])
+
+
+def recorded(version: str | None = None) -> dict[str, str]:
+    """Verdicts by cell, of the installed version unless another is named."""
+    everything = json.loads(VERDICTS.read_text())
+    merged = everything[NEWEST] | everything.get(version or release(), {})
+    return {cell: text for cell, text in merged.items() if text is not None}
+
+
+def record(verdicts: dict[str, str], cells: list[str]) -> None:
+    """Replace those of the installed version; cells that are no more are dropped."""
+    everything = json.loads(VERDICTS.read_text())
+    now = {cell: text for cell, text in (recorded() | verdicts).items() if cell in cells}
+    if release() == NEWEST:
+        everything[NEWEST] = now
+    else:
+        newest = everything[NEWEST]
+        everything[release()] = {
+            cell: now.get(cell) for cell in sorted({*newest, *now}) if now.get(cell) != newest.get(cell)
+        }
+    everything = {version: dict(sorted(given.items())) for version, given in sorted(everything.items())}
+    VERDICTS.write_text(json.dumps(everything, indent=1) + "\n")
 
 
 def verdict(model: transformers.PreTrainedModel, folder: Path) -> str:
