@@ -24,7 +24,14 @@ NUM_LAYERS = 2
 KINDS = ["sliding_attention", "full_attention"]
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
-RECORDS = ("transformers_version", "architectures", "id2label", "label2id", "dtype", "attention_layers")  # of a saved config, or derived
+RECORDS = (
+    "transformers_version",
+    "architectures",
+    "id2label",
+    "label2id",
+    "dtype",
+    "attention_layers",
+)
 DERIVED = ("head_dim", "num_key_value_heads", "num_experts_per_tok")  # from the others, where they are none
 GAIN = 1.3  # of a projection: wide enough that attention looks at something
 WINDOW = 36  # entries a sliding layer sees: fewer than a text has, more than a sparse cache keeps
@@ -237,7 +244,7 @@ def tiny_model(config: transformers.PreTrainedConfig, seed: int = 0) -> transfor
 
 
 def draw(tensor: torch.Tensor) -> None:
-    """Matrices keep the size of what they multiply; what began at one value (norms, biases, sinks) is spread around it."""
+    """Matrices keep the size of what they multiply; what began at one value (norms, biases, sinks) is spread."""
     if tensor.ndim > 1 and tensor.std() > 0:
         tensor.normal_(std=GAIN * tensor.shape[-1] ** -0.5)
     else:

@@ -89,12 +89,13 @@ class SparseCache(Cache):
         if self.handed is not None:
             raise ValueError(
                 f"layer {self.handed} did not attend through sparse_rl, so its entries were not stored; call "
-                f"model.set_attn_implementation({NAME!r}) before generate, and start with a new SparseCache."
+                f"model.set_attn_implementation({NAME!r}) before generate, and start with a new SparseCache. If it is "
+                "set, the model changes its keys behind the cache: sample with the engine instead."
             )
         if layer_idx != self.next_layer:
             raise ValueError(
                 f"layer {layer_idx} came where layer {self.next_layer} was due: a forward pass was cut short, or the "
-                "model's layers share their cache; call reset() on the SparseCache, or use another model."
+                "model's layers do not attend in order; call reset() on the SparseCache, or use another model."
             )
         self.handed = layer_idx
         setattr(key_states, HOLDER, self)
@@ -226,7 +227,8 @@ class SparseCache(Cache):
         scale: float,
         window: int | None,
     ) -> torch.Tensor:
-        assert self.handed == layer_idx, f"keys of layer {self.handed} arrived at layer {layer_idx}"
+        # A layer that shares the keys of one before it was handed none.
+        assert self.handed in (None, layer_idx), f"keys of layer {self.handed} arrived at layer {layer_idx}"
         if q_BHTD.requires_grad:
             raise ValueError("a SparseCache keeps no gradients; call the model under torch.no_grad().")
         self.handed = None

@@ -129,7 +129,8 @@ def attention(
     if attention_mask is not None and attention_mask.ndim == 2:
         raise ValueError(
             "got a padding mask, which this attention does not read: pack the rows (`kv=PackedRows(...)`), generate "
-            "with `past_key_values=SparseCache(...)`, or load the model with attn_implementation='sdpa'."
+            "with `past_key_values=SparseCache(...)`, or load the model with attn_implementation='sdpa'. If it has a "
+            f"SparseCache, {type(module).__name__} changes its keys behind the cache: sample with the engine instead."
         )
     if attention_mask is not None and (kv is None or attention_mask.numel()):  # an empty one marks packed rows
         raise UnsupportedModelError(

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,9 +24,13 @@ import transformers
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from sparse_rl.model.dry_run import has_experts
 from sparse_rl.specs import first_line, refuse_unused
 
+logger = logging.getLogger(__name__)
+
 ALL = "all-linear"
+ROUTERS = {"router", "gate", "shared_expert_gate"}  # what transformers calls those of mixtures
 ADAPTER = "adapter_config.json"  # a folder with this file is an adapter's
 
 
@@ -35,7 +40,7 @@ class LoraConfig:
 
     r: rank of the adapters, 0 for none; they need about ten times the learning rate of a full model
     alpha: the adapters' output is scaled by alpha / r
-    target: projections to adapt by name, or "all-linear" for all but the head
+    target: projections to adapt by name, or "all-linear" for all but the head and routers of experts
     """
 
     r: int = 0
@@ -65,8 +70,12 @@ def add_adapters(model: transformers.PreTrainedModel, config: LoraConfig, seed: 
         raise ValueError("the model has adapters already; load it anew before it gets others.")
     _check_target(model, config.target)
     check_rank(config.r, model.config.get_text_config().hidden_size)
+    routers = _routers(model, config.target)
     settings = _peft(f"lora.r is {config.r}").LoraConfig(
-        r=config.r, lora_alpha=config.alpha, target_modules=ALL if ALL in config.target else list(config.target)
+        r=config.r,
+        lora_alpha=config.alpha,
+        target_modules=ALL if ALL in config.target else list(config.target),
+        exclude_modules=routers if ALL in config.target else None,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -160,6 +169,22 @@ def _check_target(model: transformers.PreTrainedModel, target: tuple[str, ...]) 
         fits = [fit for name, fit in found.items() if name == given or name.endswith(f".{given}")]
         if given != ALL and not (fits and all(fits)):
             raise ValueError(f"lora.target has {given!r}; this model's projections are {', '.join(known)}.")
+
+
+def _routers(model: transformers.PreTrainedModel, target: tuple[str, ...]) -> list[str]:
+    """Linear layers that choose among experts: an adapter there sends tokens elsewhere. What happens to them is logged."""
+    if not has_experts(model):
+        return []
+    linear = [name for name, part in model.named_modules() if isinstance(part, torch.nn.Linear)]
+    routers = [name for name in linear if ROUTERS & {*name.split(".")}]
+    hit = [name for name in routers if any(name == given or name.endswith(f".{given}") for given in target)]
+    if routers and ALL in target:
+        logger.info("lora.target all-linear leaves out %d routers of experts, such as %s.", len(routers), routers[0])
+    elif hit:
+        logger.warning(
+            "lora.target adapts %d routers of experts too, such as %s; tokens then go elsewhere.", len(hit), hit[0]
+        )
+    return routers
 
 
 def _lasting_name(name: str | None) -> str | None:
