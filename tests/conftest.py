@@ -144,7 +144,8 @@ def reference(device: str) -> Callable[..., PreTrainedModel]:
 
     @lru_cache(maxsize=32)
     def build(family: str = "llama", layers: int = 2, **settings: object) -> PreTrainedModel:
-        return tiny_model(family, device=device, attn_implementation="sdpa", **depth(family, layers), **settings)
+        attention = "eager" if family in ("gemma2", "gpt_oss") else "sdpa"  # which knows neither soft-caps nor sinks
+        return tiny_model(family, device=device, attn_implementation=attention, **depth(family, layers), **settings)
 
     return build
 

@@ -33,6 +33,7 @@ class Bench:
             num_heads=HEADS * group,
             num_kv_heads=HEADS,
             head_dim=DIM,
+            value_dim=DIM,
             windows=windows,
             scales=SCALES,
             dtype=torch.float64,

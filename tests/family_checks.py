@@ -90,7 +90,7 @@ def _steady(message: str) -> str:
 
 
 def check(loaded: LoadedModel, eager: transformers.PreTrainedModel) -> str:
-    """Every property of the matrix, or an AssertionError that says which. Returns why SparseCache is refused, if it is."""
+    """Raise an AssertionError that says which property fails. Returns why SparseCache is refused, if it is."""
     generator = torch.Generator().manual_seed(1)
     prompts = [torch.randint(0, 256, (length,), generator=generator).tolist() for length in LENGTHS]
     config = EngineConfig(rows=len(prompts), page_size=16)

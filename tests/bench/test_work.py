@@ -186,7 +186,12 @@ def test_kernels_have_their_category(name, expected):
 
 def test_each_kernel_of_ours_has_a_category():
     jitted = re.compile(r"^@triton\.jit.*\n(?:@.*\n|    .*\n|\).*\n)*def (\w+)", re.MULTILINE)
-    kinds = {"decode": "attention", "compact": "compaction", "importance": "compaction", "sampling": "sampling"}
+    kinds = {
+        **dict.fromkeys(("decode", "write", "attention"), "attention"),
+        "compact": "compaction",
+        "importance": "compaction",
+        "sampling": "sampling",
+    }
     kinds |= {"keys": "compaction", "landmarks": "selection", "logprob": "pointwise"}  # the last is the learner's
     for path in (Path(sparse_rl.__file__).parent / "kernels").glob("*_triton.py"):
         text = path.read_text()

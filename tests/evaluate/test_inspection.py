@@ -91,12 +91,13 @@ def test_what_is_read_is_the_choice(policy, tiny, prompts, monkeypatch):
     ids = (*prompt, *rollout.token_ids.tolist())
     queries, keys = {}, {}
 
-    def attend(cache, layer_idx, q_BHTD, k_BKTD, v_BKTD, **settings):
+    def attend(cache, layer_idx, call):
+        q_BHTD, k_BKTD = call.q_BHTD, call.k_BKTD
         start = cache.contexts[0] if cache.contexts else 0
         for t in range(k_BKTD.shape[2]):
             keys[layer_idx, start + t] = k_BKTD[0, :, t]
             queries[layer_idx, start + t] = q_BHTD[0, :, t]
-        return own(cache, layer_idx, q_BHTD, k_BKTD, v_BKTD, **settings)
+        return own(cache, layer_idx, call)
 
     own = SparseCache.attend
     monkeypatch.setattr(SparseCache, "attend", attend)

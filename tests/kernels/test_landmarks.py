@@ -24,14 +24,14 @@ def random_pool(num_pages, heads, page, dim, landmarks, dtype=torch.float32, dev
     k, v = (torch.randn(num_pages, heads, page, dim, device=device).to(dtype) for _ in range(2))
     return LayerPool(
         k_PKSD=k,
-        v_PKSD=v,
+        v_PKSE=v,
         positions_PKS=torch.zeros(num_pages, heads, page, dtype=torch.int32, device=device),
         landmarks_PKCD=torch.randn(num_pages, heads, landmarks, dim, device=device).to(dtype),
     )
 
 
 def twin(pool: LayerPool) -> LayerPool:
-    names = ("k_PKSD", "v_PKSD", "positions_PKS", "landmarks_PKCD")
+    names = ("k_PKSD", "v_PKSE", "positions_PKS", "landmarks_PKCD")
     return replace(pool, **{name: getattr(pool, name).clone() for name in names})
 
 
@@ -67,7 +67,7 @@ def test_landmarks_are_the_mean_or_the_bounds_of_the_keys_held(landmarks):
 def test_triton_makes_the_landmarks_of_the_reference(group, dim, page, heads, landmarks, device):
     """Of pages at once, and entry by entry into pages that held something else."""
     triton = pytest.importorskip("sparse_rl.kernels.landmarks_triton")
-    decode = pytest.importorskip("sparse_rl.kernels.decode_triton")
+    writing = pytest.importorskip("sparse_rl.kernels.write_triton")
     for dtype in dtypes(device):
         pool = random_pool(9, heads, page, dim, landmarks, dtype, device)
         other = twin(pool)
@@ -80,7 +80,7 @@ def test_triton_makes_the_landmarks_of_the_reference(group, dim, page, heads, la
         for length in (1, 2, page - 1, page, page + 1):
             lengths = torch.tensor([length, length + 3], device=device)
             k, v = (torch.randn(2, heads, dim, device=device).to(dtype) for _ in range(2))
-            for write, into in ((write_entries_ref, pool), (decode.write_entries_triton, other)):
+            for write, into in ((write_entries_ref, pool), (writing.write_entries_triton, other)):
                 write(into, k, v, tables, lengths, lengths)
             torch.testing.assert_close(pool.landmarks_PKCD, other.landmarks_PKCD, atol=rounding, rtol=rounding)
         expected = pool.k_PKSD[4, :, :1].repeat(1, landmarks, 1)  # a page of one entry
@@ -178,9 +178,9 @@ def test_triton_with_importance_that_is_no_number(device):
 
 def test_landmarks_are_found_where_a_moved_pool_lies(device):
     triton = pytest.importorskip("sparse_rl.kernels.landmarks_triton")
-    decode = pytest.importorskip("sparse_rl.kernels.decode_triton")
+    writing = pytest.importorskip("sparse_rl.kernels.write_triton")
     anchor, pool = (random_pool(n, 2, 16, 64, 2, torch.float32, device) for n in (1, 9))
-    names = ("k_PKSD", "v_PKSD", "positions_PKS", "landmarks_PKCD")
+    names = ("k_PKSD", "v_PKSE", "positions_PKS", "landmarks_PKCD")
     tensors = [(getattr(pool, n), getattr(anchor, n)) for n in names]
     offsets = [(there.data_ptr() - here.data_ptr()) // here.itemsize for there, here in tensors]
     moved = replace(anchor, offsets=torch.tensor(offsets, device=device))
@@ -188,7 +188,7 @@ def test_landmarks_are_found_where_a_moved_pool_lies(device):
     k, v = (torch.randn(1, 2, 64, device=device) for _ in range(2))
     expected = twin(pool)
     write_entries_ref(expected, k, v, pages, length, length)
-    decode.write_entries_triton(moved, k, v, pages, length, length)
+    writing.write_entries_triton(moved, k, v, pages, length, length)
     torch.testing.assert_close(pool.landmarks_PKCD, expected.landmarks_PKCD)
     q, counts = torch.randn(1, 4, 64, device=device), torch.tensor([4], device=device)
     options = {"first": 1, "last": 1, "width": 4}

@@ -60,6 +60,7 @@ def test_both_implementations_of_the_kernels_compress_alike(policy, device, monk
         num_heads=6,
         num_kv_heads=2,
         head_dim=DIM,
+        value_dim=DIM,
         windows=(None, 30),
         scales=(0.3, 0.2),
         dtype=torch.float32,

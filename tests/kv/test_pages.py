@@ -154,7 +154,7 @@ class FakeRunner:
 
 
 SHAPE = AttentionShape(
-    num_heads=1, num_kv_heads=1, head_dim=1, windows=(None,), scales=(1.0,), dtype=torch.float32,
+    num_heads=1, num_kv_heads=1, head_dim=1, value_dim=1, windows=(None,), scales=(1.0,), dtype=torch.float32,
     device=torch.device("cpu"),
 )  # fmt: skip
 

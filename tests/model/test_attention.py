@@ -69,10 +69,8 @@ def test_static_caches_are_refused(tiny):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"softcap": 30.0}, "softcap"),
-        ({"s_aux": torch.zeros(2)}, "s_aux"),
+        ({"position_bias": torch.zeros(1, 2, 3, 3)}, "position_bias"),
         ({"dropout": 0.1}, "dropout"),
-        ({"value": torch.zeros(1, 2, 3, 4)}, "width"),
     ],
 )
 def test_what_is_not_implemented_raises(arguments, message):

@@ -8,6 +8,7 @@ import logging
 import math
 import os
 import time
+from dataclasses import replace
 from functools import partial
 
 import huggingface_hub
@@ -16,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from sparse_rl.kernels.prefill import packed_attention
+from sparse_rl.kernels.attention import packed_attention
 from sparse_rl.model import attention
 from sparse_rl.model import dry_run as dry_run_module
 from sparse_rl.model.attention import NAME, UnsupportedModelError, registered
@@ -37,8 +38,6 @@ SMALL = {
 }
 
 REFUSED = {
-    "attention sinks": ("gpt_oss", {"num_local_experts": 2, "num_experts_per_tok": 1}, "s_aux"),
-    "soft-capped logits": ("gemma2", {}, "softcap"),
     "convolution layers": ("lfm2", {"layer_types": ["conv", "conv", "full_attention", "conv"]}, "layers of type conv"),
     "state-space layers": ("mamba", {}, "layers of type linear_attention"),
     "chunked attention": ("llama4_text", {"num_local_experts": 2}, "chunked_attention"),
@@ -94,9 +93,10 @@ def test_a_model_that_rounding_moves_far_is_not_refused(monkeypatch):
 )
 @pytest.mark.some(4)
 def test_attention_that_is_wrong_is_refused_in_half_precision(make, kernels, fault, monkeypatch):
-    def wrong(q, k, v, boundaries, **settings):
-        given = settings | (fault if kernels == "all" or q.dtype == torch.bfloat16 else {})
-        return packed_attention(q, k, v, given.pop("boundaries", boundaries), **given)
+    def wrong(call, boundaries):
+        given = {"boundaries": boundaries}
+        given |= fault if kernels == "all" or call.q_BHTD.dtype == torch.bfloat16 else {}
+        return packed_attention(boundaries=given.pop("boundaries"), call=replace(call, **given))
 
     monkeypatch.setattr(attention, "packed_attention", wrong)
     with pytest.raises(UnsupportedModelError, match="other logits"):
@@ -113,14 +113,16 @@ def test_positions_that_are_wrong_are_refused_in_half_precision(make, monkeypatc
 @pytest.mark.parametrize("family", FAMILIES)
 def test_shape_of_every_family(family):
     shape = dry_run(tiny_model(family))
-    assert (shape.num_layers, shape.num_heads, shape.num_kv_heads, shape.head_dim) == (4, 4, 2, 32)
+    latent = family == "deepseek_v3"
+    assert (shape.num_layers, shape.num_heads, shape.num_kv_heads) == (4, 4, 4 if latent else 2)
+    assert (shape.head_dim, shape.value_dim) == (32, 24 if latent else 32)
     expected = {
         "qwen2": (None, None, WINDOW, WINDOW),
         "mistral": (WINDOW,) * 4,
-        "gemma3": (WINDOW, None, WINDOW, None),
+        **dict.fromkeys(("gemma2", "gemma3", "gpt_oss"), (WINDOW, None, WINDOW, None)),
     }
     assert shape.windows == expected.get(family, (None,) * 4)
-    assert shape.entry_bytes == 4 * 2 * (2 * 32 * 4 + 4)
+    assert shape.entry_bytes == (4 * 4 * ((32 + 24) * 4 + 4) if latent else 4 * 2 * (2 * 32 * 4 + 4))
     by_hand = sum(min(context, w or context) for w in shape.windows for context in (20, 21, 22, 23, 24, 25, 26))
     assert shape.hybrid_entries(range(20, 27)) == by_hand / 4
     for contexts in (range(1, 5), range(3, 3), range(WINDOW - 2, WINDOW + 3), range(90, 95)):
@@ -239,8 +241,9 @@ def test_layers_of_different_shape_are_refused(monkeypatch):
     model = tiny_model()
     attend = _Recorder.attend
 
-    def uneven(self, layer_idx, q, k, v, **settings):
-        return attend(self, layer_idx, q, k[:, : 1 + layer_idx % 2], v[:, : 1 + layer_idx % 2], **settings)
+    def uneven(self, layer_idx, call):
+        heads = 1 + layer_idx % 2
+        return attend(self, layer_idx, replace(call, k_BKTD=call.k_BKTD[:, :heads], v_BKTE=call.v_BKTE[:, :heads]))
 
     monkeypatch.setattr(_Recorder, "attend", uneven)
     with pytest.raises(UnsupportedModelError, match="different head counts"):

@@ -27,7 +27,8 @@ def test_the_model_computes_what_it_did(family):
     model = tiny_model(family, dtype=torch.float64)
     before, parameters = model(IDS).logits, dict(model.named_parameters())
     groups = find_groups(model)
-    assert len(groups) == 2 * model.config.num_hidden_layers
+    joined = {"gpt_oss": 4, "deepseek_v3": 4}  # neither experts nor latents
+    assert len(groups) == joined.get(family, 2 * model.config.num_hidden_layers)
     with fused(groups):
         torch.testing.assert_close(model(IDS).logits, before)
     assert dict(model.named_parameters()).keys() == parameters.keys()

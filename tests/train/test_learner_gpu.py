@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from sparse_rl.bench.learner import LearnerBenchConfig, make_rollouts
-from sparse_rl.kernels.prefill import packed_attention_flash, packed_attention_ref
+from sparse_rl.kernels.attention import AttentionCall, packed_attention_flash, packed_attention_ref
 from sparse_rl.model.shapes import random_model, random_module
 from sparse_rl.objective.correction import PRESETS
 from sparse_rl.objective.loss import LossConfig
@@ -32,7 +32,7 @@ def test_flash_gradients_are_those_of_the_reference(heads, width, window, device
 
     def run(function, dtype):
         inputs = [x.to(torch.bfloat16).to(dtype).requires_grad_() for x in exact]
-        out = function(*inputs, boundaries, scale=width**-0.5, window=window)
+        out = function(AttentionCall(*inputs, scale=width**-0.5, window=window), boundaries)
         return [out, *torch.autograd.grad((out * direction.to(torch.bfloat16).to(dtype)).sum(), inputs)]
 
     wanted = run(packed_attention_ref, torch.float64)

@@ -62,7 +62,7 @@ def whole(tmp_path_factory):
 # The module
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", sorted({*FAMILIES} - {"gpt_oss", "deepseek_v3"}))  # whose projections are others
 def test_fresh_adapters_change_nothing_and_serve_every_family(family):
     model = tiny_model(family)
     expected, shape = model(IDS).logits.detach(), dry_run(model)

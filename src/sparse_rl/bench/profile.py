@@ -21,7 +21,7 @@ from torch._C._autograd import DeviceType
 KERNELS: dict[str, str] = {
     r"^_(page_importance|top_pages|write_landmarks)": "selection",
     r"^_(attention_importance|sum_cosines|spare_duplicates|softmax_totals|select|key_)": "compaction",
-    r"^_(decode|write)|flash|fmha": "attention",
+    r"^_(decode|write|packed_attention)|flash|fmha": "attention",
     r"^_sample": "sampling",
     r"nvjet|gemm|gemv|cutlass|xmma|cublas|splitK|^triton_(tem|mm)": "linear",
 }

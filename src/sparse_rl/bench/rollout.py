@@ -202,11 +202,11 @@ def _kv(bench: Bench, meter: Meter) -> dict[str, Any]:
 
 
 def _roofline(bench: Bench, meter: Meter) -> dict[str, Any] | None:
-    """None without a window, or where the device's limits are not known."""
+    """None without a window, of a mixture of experts, or where the device's limits are not known."""
     config = bench.config
     known = device_limits(hardware(bench.device), bench.loaded.shape.dtype)
     bandwidth, flops = config.bandwidth or known[0], config.flops or known[1]
-    if bandwidth is None or flops is None or not meter.closed:
+    if bandwidth is None or flops is None or not meter.closed or bench.model.mixture:
         return None
     machine = Machine(name=hardware(bench.device), bandwidth=bandwidth, flops=flops)
     roofline = Roofline(model=bench.model, machine=machine, rows=config.rows, entries=meter.entries)

@@ -47,6 +47,7 @@ class Model:
     head_dim: int
     vocabulary: int
     itemsize: int = 2
+    mixture: bool = False  # of experts: what a step reads of them hangs on where tokens go, which no formula here knows
 
     @classmethod
     def of(cls, module: transformers.PreTrainedModel, name: str, itemsize: int) -> Model:
@@ -62,6 +63,7 @@ class Model:
             head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
             vocabulary=config.vocab_size,
             itemsize=itemsize,
+            mixture=any(parameter.ndim == 3 for parameter in module.parameters()),
         )
 
     @property

@@ -225,7 +225,10 @@ def lines(record: dict[str, Any]) -> list[str]:
         show("", f"step = {roofline['formula']}")
         show("", f"with {roofline['numbers']}")
     elif step_ms is not None:
-        show("roofline", "needs the device's known bandwidth and flops: give --bandwidth and --flops")
+        show(
+            "roofline",
+            "needs a model without experts, and the device's known bandwidth and flops: give --bandwidth and --flops",
+        )
     ratio = "" if kv["ratio"] is None else f" ({100 * kv['ratio']:.1f} %)"
     sizes = f"{gb(kv['peak_bytes'])} at the peak, dense {gb(kv['dense_bytes'])}{ratio}"
     shares = f"saved {100 * kv['saved_frac']:.0f} %, read {100 * kv['read_frac']:.0f} % over the steps run"

@@ -165,7 +165,10 @@ def shape_model(name: str, itemsize: int) -> Model:
 
     with torch.device("meta"):
         module = AutoModelForCausalLM.from_config(shape_config(name))
-    return Model.of(module, name, itemsize)
+    model = Model.of(module, name, itemsize)
+    if model.mixture:
+        raise ValueError(f"--shape is {name}, a mixture of experts; the cost model knows dense models alone.")
+    return model
 
 
 def _machine(settings: Namespace) -> Machine:

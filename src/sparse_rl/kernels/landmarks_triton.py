@@ -14,7 +14,7 @@ import triton.language as tl
 
 from sparse_rl.kernels.compact_triton import PROTECTED, UNWRITTEN, nth_greatest, ordered
 from sparse_rl.kernels.decode import LayerPool
-from sparse_rl.kernels.decode_triton import offsets_of, summarize
+from sparse_rl.kernels.write_triton import offsets_of, summarize
 
 LOADED = 8192  # numbers of landmarks a program reads
 

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from sparse_rl.kernels.attention import AttentionCall, packed_attention
 from sparse_rl.kernels.backend import send, use_triton
 from sparse_rl.kernels.decode import LayerPool, decode_attention, write_entries
 from sparse_rl.kernels.landmarks import write_landmarks
-from sparse_rl.kernels.prefill import packed_attention
 from sparse_rl.model.dry_run import AttentionShape
 
 NO_WINDOW = 1 << 30
@@ -116,7 +116,7 @@ class PagedCache:
         k, v, positions, landmarks = (pool[0 if fixed else layer_idx] for pool in pools)
         return LayerPool(
             k_PKSD=k,
-            v_PKSD=v,
+            v_PKSE=v,
             positions_PKS=positions,
             landmarks_PKCD=landmarks if self.num_landmarks else None,
             offsets=self.offsets[layer_idx] if fixed else None,
@@ -136,8 +136,12 @@ class PagedCache:
         size = (num_layers, num_pages, shape.num_kv_heads, self.page_size)
         # Zeros, not empty: masked slots are multiplied by a weight of 0, and 0 * nan is nan.
         k, v, landmarks = (
-            torch.zeros(*size[:3], count, shape.head_dim, dtype=shape.dtype, device=shape.device)
-            for count in (self.page_size, self.page_size, self.num_landmarks)
+            torch.zeros(*size[:3], count, width, dtype=shape.dtype, device=shape.device)
+            for count, width in (
+                (self.page_size, shape.head_dim),
+                (self.page_size, shape.value_dim),
+                (self.num_landmarks, shape.head_dim),
+            )
         )
         return k, v, torch.zeros(size, dtype=torch.int32, device=shape.device), landmarks
 
@@ -189,24 +193,24 @@ class DecodeStep:
         self.rows_B = rows_B
         self.max_length = max_length
 
-    def attend(
-        self,
-        layer_idx: int,
-        q_BHTD: torch.Tensor,
-        k_BKTD: torch.Tensor,
-        v_BKTD: torch.Tensor,
-        *,
-        scale: float,
-        window: int | None,
-    ) -> torch.Tensor:
+    def attend(self, layer_idx: int, call: AttentionCall) -> torch.Tensor:
         pool = self.cache.layer(layer_idx)
-        q_BHD, k_BKD, v_BKD = q_BHTD[:, :, 0], k_BKTD[:, :, 0], v_BKTD[:, :, 0]
+        q_BHD, k_BKD, v_BKE = call.q_BHTD[:, :, 0], call.k_BKTD[:, :, 0], call.v_BKTE[:, :, 0]
         where = (self.pages_BN, self.lengths_B, self.positions_B)
         ring = self.cache.queries[layer_idx] if self.cache.num_queries else None
-        write_entries(pool, k_BKD, v_BKD, *where, q_BHD=q_BHD, ring_RWHD=ring, rows_B=self.rows_B)
-        pages, lengths, max_length = self.pages_to_read(layer_idx, q_BHD, pool, window)
+        write_entries(pool, k_BKD, v_BKE, *where, q_BHD=q_BHD, ring_RWHD=ring, rows_B=self.rows_B)
+        pages, lengths, max_length = self.pages_to_read(layer_idx, q_BHD, pool, call.window)
         out = decode_attention(
-            q_BHD, pool, pages, lengths, self.positions_B, scale=scale, window=window, max_length=max_length
+            q_BHD,
+            pool,
+            pages,
+            lengths,
+            self.positions_B,
+            scale=call.scale,
+            window=call.window,
+            softcap=call.softcap,
+            sinks_H=call.sinks_H,
+            max_length=max_length,
         )
         return out[:, :, None]
 
@@ -245,21 +249,13 @@ class PrefillStep:
             device=device,
         )
 
-    def attend(
-        self,
-        layer_idx: int,
-        q_BHTD: torch.Tensor,
-        k_BKTD: torch.Tensor,
-        v_BKTD: torch.Tensor,
-        *,
-        scale: float,
-        window: int | None,
-    ) -> torch.Tensor:
+    def attend(self, layer_idx: int, call: AttentionCall) -> torch.Tensor:
         cache = self.cache
-        cache.k[layer_idx][self.page_T, :, self.offset_T] = k_BKTD[0].transpose(0, 1)
-        cache.v[layer_idx][self.page_T, :, self.offset_T] = v_BKTD[0].transpose(0, 1)
+        cache.k[layer_idx][self.page_T, :, self.offset_T] = call.k_BKTD[0].transpose(0, 1)
+        cache.v[layer_idx][self.page_T, :, self.offset_T] = call.v_BKTE[0].transpose(0, 1)
         if cache.num_landmarks:
             write_landmarks(cache.k[layer_idx], cache.landmarks[layer_idx], self.pages_M, self.counts_M)
         if cache.num_queries:
-            self.queries_LBWHD[layer_idx, self.last_prompt, self.last_slot] = q_BHTD[0].transpose(0, 1)[self.last_token]
-        return packed_attention(q_BHTD, k_BKTD, v_BKTD, self.boundaries, scale=scale, window=window)
+            remembered_WHD = call.q_BHTD[0].transpose(0, 1)[self.last_token]
+            self.queries_LBWHD[layer_idx, self.last_prompt, self.last_slot] = remembered_WHD
+        return packed_attention(call, self.boundaries)

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 import torch
-from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 
+from sparse_rl.kernels.attention import AttentionCall, masked_attention, packed_attention
 from sparse_rl.kernels.backend import upcast
 from sparse_rl.kernels.landmarks import chosen_pages_ref, query_parts_ref
-from sparse_rl.kernels.prefill import packed_attention
 from sparse_rl.kv.select import SelectPolicy
 from sparse_rl.types import Rollout
 
@@ -71,32 +71,25 @@ class ReplayedRows:
         self.blocks: list[Block] = []  # the same for all layers, as is where each output belongs
         self.order_T = torch.empty(0, dtype=torch.long)
 
-    def attend(
-        self,
-        layer_idx: int,
-        q_BHTD: torch.Tensor,
-        k_BKTD: torch.Tensor,
-        v_BKTD: torch.Tensor,
-        *,
-        scale: float,
-        window: int | None,
-    ) -> torch.Tensor:
-        selects = self.selection is not None and self.selection.selects(layer_idx, window)
+    def attend(self, layer_idx: int, call: AttentionCall) -> torch.Tensor:
+        selects = self.selection is not None and self.selection.selects(layer_idx, call.window)
         if not selects and not self.evicts:
-            return packed_attention(q_BHTD, k_BKTD, v_BKTD, self.boundaries, scale=scale, window=window)
-        device = q_BHTD.device
+            return packed_attention(call, self.boundaries)
+        device = call.q_BHTD.device
         if not len(self.order_T):
-            self.prompts_T, self.blocks = self.prompts_T.to(device), self._blocks(q_BHTD.shape[1], device)
+            self.prompts_T, self.blocks = self.prompts_T.to(device), self._blocks(call.q_BHTD.shape[1], device)
             self.order_T = torch.cat([self.prompts_T, *(block.places for block in self.blocks)]).argsort()
-        q, k, v = (x.index_select(2, self.prompts_T) for x in (q_BHTD, k_BKTD, v_BKTD))
-        ends = [0, *accumulate(self.firsts)]
-        outputs = [packed_attention(q, k, v, ends, scale=scale, window=window)[0]]
+        prompts = call.each(lambda x: x.index_select(2, self.prompts_T))
+        outputs = [packed_attention(prompts, [0, *accumulate(self.firsts)])[0]]
         for block in self.blocks:
             kept = None if block.kept_RLKE is None else block.kept_RLKE[:, layer_idx].to(device, torch.long)
             outputs.append(
                 checkpoint(
                     self._attend,
-                    *(q_BHTD[0], k_BKTD[0], v_BKTD[0], block, kept, scale, window),
+                    *(call.q_BHTD[0], call.k_BKTD[0], call.v_BKTE[0]),
+                    block,
+                    kept,
+                    call,
                     self.selection if selects else None,
                     use_reentrant=False,
                     preserve_rng_state=False,
@@ -108,24 +101,23 @@ class ReplayedRows:
         self,
         q_HTD: torch.Tensor,
         k_KTD: torch.Tensor,
-        v_KTD: torch.Tensor,
+        v_KTE: torch.Tensor,
         block: Block,
         kept_RKE: torch.Tensor | None,
-        scale: float,
-        window: int | None,
+        call: AttentionCall,
         selection: SelectPolicy | None,
     ) -> torch.Tensor:
         """The output of a block's queries, H (R Q) D."""
-        span, device, dim = block.span, q_HTD.device, q_HTD.shape[-1]
+        span, device, window = block.span, q_HTD.device, call.window
         num_kv_heads, num_rows = len(k_KTD), len(block.offsets_R)
         q_RHQD = q_HTD.index_select(1, block.places).unflatten(1, (num_rows, -1)).transpose(0, 1)
         positions_RKS = torch.arange(span.stop, device=device).expand(num_rows, num_kv_heads, -1)
         if kept_RKE is not None:  # slots as the cut left them, then what came since
             positions_RKS = torch.cat([kept_RKE, positions_RKS[..., span.fresh :]], dim=-1)
         places = (positions_RKS + block.offsets_R[:, None, None]).transpose(0, 1).flatten(1)  # K (R S)
-        k_RKSD, v_RKSD = (
-            x.gather(1, places[..., None].expand(-1, -1, dim)).unflatten(1, (num_rows, -1)).transpose(0, 1)
-            for x in (k_KTD, v_KTD)
+        k_RKSD, v_RKSE = (
+            x.gather(1, places[..., None].expand(-1, -1, x.shape[-1])).unflatten(1, (num_rows, -1)).transpose(0, 1)
+            for x in (k_KTD, v_KTE)
         )
         queries_Q = torch.arange(span.start, span.stop, device=device)
         lengths_Q = queries_Q + 1 - (span.stop - span.slots)  # entries a query has at hand, its own included
@@ -137,9 +129,13 @@ class ReplayedRows:
             visible = visible & chosen_RKQN.repeat_interleave(self.page_size, dim=-1)[..., : span.slots]
         # The query heads of a group become the query length of their KV head.
         group = len(q_HTD) // num_kv_heads
-        q_RKQD, visible = q_RHQD.reshape(num_rows, num_kv_heads, -1, dim), visible.repeat(1, 1, group, 1)
-        out = scaled_dot_product_attention(q_RKQD, k_RKSD, v_RKSD, attn_mask=visible, scale=scale)
-        return out.reshape(num_rows, len(q_HTD), -1, dim).transpose(0, 1).flatten(1, 2)
+        q_RKQD, visible = q_RHQD.unflatten(1, (num_kv_heads, group)).flatten(2, 3), visible.repeat(1, 1, group, 1)
+        sinks = call.sinks_H
+        if sinks is not None:
+            sinks = sinks.reshape(num_kv_heads, group).repeat_interleave(q_RHQD.shape[2], dim=1)
+        out = masked_attention(q_RKQD, k_RKSD, v_RKSE, visible, scale=call.scale, softcap=call.softcap, sinks_HQ=sinks)
+        out_RHQE: torch.Tensor = out.unflatten(2, (group, -1)).flatten(1, 2)
+        return out_RHQE.transpose(0, 1).flatten(1, 2)
 
     @torch.no_grad()
     def _chosen(

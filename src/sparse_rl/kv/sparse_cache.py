@@ -14,19 +14,22 @@ concerns nobody but the pages.
 from __future__ import annotations
 
 import copy
+import weakref
 from itertools import accumulate
+from operator import itemgetter
 from typing import Any, Never
 
 import numpy as np
 import torch
 from transformers import Cache
 
+from sparse_rl.kernels.attention import AttentionCall
 from sparse_rl.kv import EvictPolicy, KVPolicy, build_policy
 from sparse_rl.kv.cache import NO_WINDOW, DecodeStep, PrefillStep, to_device
 from sparse_rl.kv.compress import compress, rows_at_once
 from sparse_rl.kv.row_pool import RowPool
 from sparse_rl.kv.select import decode_step
-from sparse_rl.model.attention import HOLDER, UnsupportedModelError, registered
+from sparse_rl.model.attention import HANDED, HOLDER, UnsupportedModelError, registered
 from sparse_rl.model.dry_run import AttentionShape
 
 NAME = registered()  # models can be set to it once this class is there
@@ -73,6 +76,7 @@ class SparseCache(Cache):
         self.num_compressions: list[int] = []
         self.next_layer = 0
         self.handed: int | None = None  # a layer whose keys are on their way to our attention
+        self.handed_shape: tuple[int, ...] = ()  # of them, or of the latents that they are made of
         self.padding_BS: torch.Tensor | None = None  # the mask of the pass under way, false where a token is padding
         self.seen_BS: torch.Tensor | None = None  # the last mask there was
         self.num_layers = 0
@@ -97,8 +101,9 @@ class SparseCache(Cache):
                 f"layer {layer_idx} came where layer {self.next_layer} was due: a forward pass was cut short, or the "
                 "model's layers do not attend in order; call reset() on the SparseCache, or use another model."
             )
-        self.handed = layer_idx
+        self.handed, self.handed_shape = layer_idx, key_states.shape
         setattr(key_states, HOLDER, self)
+        HANDED.holder = weakref.ref(self)
         return key_states, value_states
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -191,6 +196,10 @@ class SparseCache(Cache):
         self.num_layers, self.padding_BS = num_layers, padding_BS
         return self
 
+    def expects(self, layer_idx: int, key_BKTD: torch.Tensor) -> bool:
+        same_tokens = key_BKTD.shape[::2] == self.handed_shape[::2]
+        return self.handed == layer_idx and same_tokens and key_BKTD.shape != self.handed_shape
+
     def _check_positions(self, positions_BT: torch.Tensor | None) -> None:
         """Several tokens go on behind what was seen; one alone is not looked at, which would wait for the device."""
         if not self.num_columns or positions_BT is None or positions_BT.shape[-1] == 1 or positions_BT[..., 0].any():
@@ -217,70 +226,71 @@ class SparseCache(Cache):
             "back: call reset() and give the whole texts, or generate one row at a time."
         )
 
-    def attend(
-        self,
-        layer_idx: int,
-        q_BHTD: torch.Tensor,
-        k_BKTD: torch.Tensor,
-        v_BKTD: torch.Tensor,
-        *,
-        scale: float,
-        window: int | None,
-    ) -> torch.Tensor:
+    def attend(self, layer_idx: int, call: AttentionCall) -> torch.Tensor:
         # A layer that shares the keys of one before it was handed none.
         assert self.handed in (None, layer_idx), f"keys of layer {self.handed} arrived at layer {layer_idx}"
-        if q_BHTD.requires_grad:
+        if call.q_BHTD.requires_grad:
             raise ValueError("a SparseCache keeps no gradients; call the model under torch.no_grad().")
         self.handed = None
         if layer_idx == 0:
-            self._begin(q_BHTD, k_BKTD, scale)
+            self._begin(call)
         pool = self.pool
         assert pool is not None
-        layer = (q_BHTD.shape[1], *k_BKTD.shape[1::2], k_BKTD.dtype, k_BKTD.device)
-        shape = pool.shape
-        first = (shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.dtype, shape.device)
+        names = ("num_heads", "num_kv_heads", "head_dim", "value_dim", "dtype", "device")
+        layer, first = ([getattr(shape, name) for name in names] for shape in (self._shape(call), pool.shape))
         if layer != first:
             raise UnsupportedModelError(
                 f"layer {layer_idx} has heads, widths, dtype and device {layer}, and the cache began with {first}; "
                 "SparseCache needs all layers and passes alike, on one device."
             )
         if self.prompt is not None:
-            pool.windows[layer_idx] = window or NO_WINDOW
-            pool.scales[layer_idx] = scale
-            out = self._attend_prompt(layer_idx, q_BHTD, k_BKTD, v_BKTD, scale=scale, window=window)
+            pool.windows[layer_idx] = call.window or NO_WINDOW
+            pool.scales[layer_idx] = call.scale
+            out = self._attend_prompt(layer_idx, call)
         else:
-            out = self._attend_tokens(layer_idx, q_BHTD, k_BKTD, v_BKTD, scale=scale, window=window)
+            out = self._attend_tokens(layer_idx, call)
         self.next_layer = (layer_idx + 1) % self.num_layers
         if self.next_layer == 0:
-            self._end(q_BHTD.shape[2])
+            self._end(call.q_BHTD.shape[2])
         return out
 
-    def _attend_prompt(
-        self, layer_idx: int, q_BHTD: torch.Tensor, k_BKTD: torch.Tensor, v_BKTD: torch.Tensor, **how: Any
-    ) -> torch.Tensor:
+    def _attend_prompt(self, layer_idx: int, call: AttentionCall) -> torch.Tensor:
         """The rows side by side in one, without padding, as the engine prefills."""
         assert self.prompt is not None
-        valid_BT = torch.from_numpy(self.valid_BT).to(q_BHTD.device)
-        q, k, v = (x.transpose(1, 2)[valid_BT].transpose(0, 1)[None] for x in (q_BHTD, k_BKTD, v_BKTD))
-        out = torch.zeros_like(q_BHTD).transpose(1, 2)
-        out[valid_BT] = self.prompt.attend(layer_idx, q, k, v, **how)[0].transpose(0, 1)
-        return out.transpose(1, 2)
+        valid_BT = torch.from_numpy(self.valid_BT).to(call.q_BHTD.device)
+        inside = call.each(lambda x: x.transpose(1, 2)[valid_BT].transpose(0, 1)[None])
+        out_BHTE = self._room(call)
+        out_BHTE.transpose(1, 2)[valid_BT] = self.prompt.attend(layer_idx, inside)[0].transpose(0, 1)
+        return out_BHTE
 
-    def _attend_tokens(
-        self, layer_idx: int, q_BHTD: torch.Tensor, k_BKTD: torch.Tensor, v_BKTD: torch.Tensor, **how: Any
-    ) -> torch.Tensor:
+    def _attend_tokens(self, layer_idx: int, call: AttentionCall) -> torch.Tensor:
         """One token after the other; rows whose token is padding stand still."""
-        out = torch.zeros_like(q_BHTD)
+        out_BHTE = self._room(call)
         for t, rows_B, step in self.steps:
-            token = slice(t, t + 1)
-            q, k, v = (x[:, :, token] if rows_B is None else x[rows_B, :, token] for x in (q_BHTD, k_BKTD, v_BKTD))
-            attended = step.attend(layer_idx, q, k, v, **how)
-            out[slice(None) if rows_B is None else rows_B, :, token] = attended
-        return out
+            rows, token = slice(None) if rows_B is None else rows_B, slice(t, t + 1)
+            out_BHTE[rows, :, token] = step.attend(layer_idx, call.each(itemgetter((rows, slice(None), token))))
+        return out_BHTE
 
-    def _begin(self, q_BHTD: torch.Tensor, k_BKTD: torch.Tensor, scale: float) -> None:
+    def _shape(self, call: AttentionCall) -> AttentionShape:
+        return AttentionShape(
+            num_heads=call.q_BHTD.shape[1],
+            num_kv_heads=call.k_BKTD.shape[1],
+            head_dim=call.k_BKTD.shape[3],
+            value_dim=call.v_BKTE.shape[3],
+            windows=(None,) * self.num_layers,  # each layer brings its own
+            scales=(call.scale,) * self.num_layers,
+            dtype=call.k_BKTD.dtype,
+            device=call.k_BKTD.device,
+        )
+
+    @staticmethod
+    def _room(call: AttentionCall) -> torch.Tensor:
+        """For the output, B H T E; zeros where a token is padding."""
+        return call.q_BHTD.new_zeros((*call.q_BHTD.shape[:3], call.v_BKTE.shape[3]))
+
+    def _begin(self, call: AttentionCall) -> None:
         """A forward pass starts: see which tokens are padding, and make room for the others."""
-        batch, num_heads, num_tokens = q_BHTD.shape[:3]
+        batch, _, num_tokens = call.q_BHTD.shape[:3]
         self.valid_BT = np.ones((batch, num_tokens), dtype=bool)
         if self.padding_BS is not None:
             self.valid_BT = self.padding_BS[:, -num_tokens:].cpu().numpy().astype(bool)
@@ -296,18 +306,8 @@ class SparseCache(Cache):
             )
         self.prompt_lens = [int(n) for n in self.valid_BT.sum(axis=1)]
         self.contexts, self.entries, self.cut, self.num_compressions = ([0] * batch for _ in range(4))
-        shape = AttentionShape(
-            num_heads=num_heads,
-            num_kv_heads=k_BKTD.shape[1],
-            head_dim=k_BKTD.shape[3],
-            windows=(None,) * self.num_layers,  # each layer brings its own
-            scales=(scale,) * self.num_layers,
-            dtype=k_BKTD.dtype,
-            device=k_BKTD.device,
-        )
-        self.pool = pool = RowPool(
-            shape, self.policy, page_size=self.page_size, num_rows=batch, num_entries=max(self.prompt_lens)
-        )
+        sizes = {"page_size": self.page_size, "num_rows": batch, "num_entries": max(self.prompt_lens)}
+        self.pool = pool = RowPool(self._shape(call), self.policy, **sizes)
         pages = [pool.pages(row, length) for row, length in enumerate(self.prompt_lens)]
         self.prompt = PrefillStep(pool, boundaries=[0, *accumulate(self.prompt_lens)], pages=pages)
 

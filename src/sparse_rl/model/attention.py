@@ -13,6 +13,7 @@ change the logits without a word.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from functools import lru_cache
 from itertools import pairwise
@@ -21,10 +22,11 @@ from typing import Any, Protocol
 import torch
 import transformers
 
-from sparse_rl.kernels.prefill import causal_attention_ref, packed_attention
+from sparse_rl.kernels.attention import AttentionCall, causal_attention_ref, packed_attention
 
 NAME = "sparse_rl"
 HOLDER = "sparse_rl_holder"
+HANDED = threading.local()  # `holder`: a weak reference to who handed out keys last in this thread
 
 # Keywords that travel through the layers and do not change what attention computes.
 HARMLESS = frozenset({"position_ids", "use_cache", "cache_position"})
@@ -35,17 +37,8 @@ class UnsupportedModelError(ValueError):
 
 
 class AttentionContext(Protocol):
-    def attend(
-        self,
-        layer_idx: int,
-        q_BHTD: torch.Tensor,
-        k_BKTD: torch.Tensor,
-        v_BKTD: torch.Tensor,
-        *,
-        scale: float,
-        window: int | None,
-    ) -> torch.Tensor:
-        """The attention output, B H T D."""
+    def attend(self, layer_idx: int, call: AttentionCall) -> torch.Tensor:
+        """The attention output, B H T E."""
         ...
 
 
@@ -58,6 +51,10 @@ class KeyHolder(Protocol):
         """Who attends; the mask is true where a token is none of the padding, B x (seen + T)."""
         ...
 
+    def expects(self, layer_idx: int, key_BKTD: torch.Tensor) -> bool:
+        """Whether these are the keys that the layer made of the latents it was handed."""
+        ...
+
 
 class PackedRows:
     """Several sequences in one row, each attending to itself alone; what the learner's forward uses."""
@@ -65,17 +62,8 @@ class PackedRows:
     def __init__(self, boundaries: list[int]) -> None:
         self.boundaries = boundaries  # [0, end of sequence 0, end of sequence 1, ...]
 
-    def attend(
-        self,
-        layer_idx: int,
-        q_BHTD: torch.Tensor,
-        k_BKTD: torch.Tensor,
-        v_BKTD: torch.Tensor,
-        *,
-        scale: float,
-        window: int | None,
-    ) -> torch.Tensor:
-        return packed_attention(q_BHTD, k_BKTD, v_BKTD, self.boundaries, scale=scale, window=window)
+    def attend(self, layer_idx: int, call: AttentionCall) -> torch.Tensor:
+        return packed_attention(call, self.boundaries)
 
 
 def packed_positions(boundaries: list[int], device: torch.device) -> torch.Tensor:
@@ -101,10 +89,12 @@ def attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     kv: AttentionContext | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Registered with transformers. Takes B H T D after rotation, returns (B T H D, None)."""
+    """Registered with transformers. Takes B H T D after rotation, returns (B T H E, None). `s_aux` are sinks."""
     if kwargs.get("output_attentions"):
         raise ValueError("output_attentions asks for weights, which this attention never holds; leave it out.")
     unknown = [
@@ -117,12 +107,7 @@ def attention(
         )
     if dropout:
         raise UnsupportedModelError(f"attention dropout is {dropout}; set it to 0 in the model's config.")
-    if key.shape[-1] != value.shape[-1]:
-        raise UnsupportedModelError(
-            f"{type(module).__name__} has keys of width {key.shape[-1]} and values of width {value.shape[-1]}; "
-            "the paged cache needs them equal."
-        )
-    holder: KeyHolder | None = getattr(key, HOLDER, None)
+    holder = _holder(module, key)
     if holder is not None and (attention_mask is None or attention_mask.ndim == 2):
         num_layers: int = module.config.num_hidden_layers  # type: ignore[union-attr,assignment]
         kv, attention_mask = holder.context(num_layers, attention_mask, kwargs.get("position_ids")), None
@@ -137,11 +122,18 @@ def attention(
             "attention got a mask, which it does not read; packed rows go with `model(..., kv=PackedRows(...))`."
         )
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    if kv is None:
-        out = causal_attention_ref(query, key, value, scale=scale, window=sliding_window)
-    else:
-        out = kv.attend(module.layer_idx, query, key, value, scale=scale, window=sliding_window)  # type: ignore[arg-type]
+    call = AttentionCall(query, key, value, scale=scale, window=sliding_window, softcap=softcap, sinks_H=s_aux)
+    out = causal_attention_ref(call) if kv is None else kv.attend(module.layer_idx, call)  # type: ignore[arg-type]
     return out.transpose(1, 2).contiguous(), None
+
+
+def _holder(module: torch.nn.Module, key: torch.Tensor) -> KeyHolder | None:
+    """The cache that handed out these keys. Latent attention caches latents, and makes keys without a note of them."""
+    holder: KeyHolder | None = getattr(key, HOLDER, None)
+    if holder is None and hasattr(HANDED, "holder"):
+        last: KeyHolder | None = HANDED.holder()
+        holder = last if last is not None and last.expects(module.layer_idx, key) else None  # type: ignore[arg-type]
+    return holder
 
 
 def attention_mask(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
@@ -20,7 +20,7 @@ import transformers
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-from sparse_rl.kernels.prefill import causal_attention_ref
+from sparse_rl.kernels.attention import AttentionCall, causal_attention_ref
 from sparse_rl.model.attention import AttentionContext, PackedRows, UnsupportedModelError, no_mask, registered
 from sparse_rl.specs import first_line
 
@@ -40,6 +40,7 @@ class AttentionShape:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    value_dim: int  # latent attention has narrower values than keys
     windows: tuple[int | None, ...]  # one a layer; None = full attention
     scales: tuple[float, ...]  # one a layer
     dtype: torch.dtype
@@ -52,7 +53,7 @@ class AttentionShape:
     @property
     def entry_bytes(self) -> int:
         """Key, value and position of one token in every layer and KV head."""
-        return self.num_layers * self.num_kv_heads * (2 * self.head_dim * self.dtype.itemsize + 4)
+        return self.num_layers * self.num_kv_heads * ((self.head_dim + self.value_dim) * self.dtype.itemsize + 4)
 
     @property
     def landmark_bytes(self) -> int:
@@ -138,6 +139,7 @@ def dry_run(model: transformers.PreTrainedModel) -> AttentionShape:
         num_heads=calls[0].num_heads,
         num_kv_heads=calls[0].num_kv_heads,
         head_dim=calls[0].head_dim,
+        value_dim=calls[0].value_dim,
         windows=tuple(call.window for call in calls),
         scales=tuple(call.scale for call in calls),
         dtype=calls[0].dtype,
@@ -333,6 +335,7 @@ class _Call:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    value_dim: int
     window: int | None
     scale: float
     dtype: torch.dtype
@@ -340,7 +343,7 @@ class _Call:
 
     @property
     def size(self) -> str:
-        return f"{self.num_heads} heads and {self.num_kv_heads} of keys, {self.head_dim} wide"
+        return f"{self.num_heads} heads and {self.num_kv_heads} of keys, {self.head_dim} and {self.value_dim} wide"
 
 
 class _Held:
@@ -349,39 +352,21 @@ class _Held:
     def __init__(self) -> None:
         self.held: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def attend(
-        self,
-        layer_idx: int,
-        q_BHTD: torch.Tensor,
-        k_BKTD: torch.Tensor,
-        v_BKTD: torch.Tensor,
-        *,
-        scale: float,
-        window: int | None,
-    ) -> torch.Tensor:
+    def attend(self, layer_idx: int, call: AttentionCall) -> torch.Tensor:
+        k_BKTD, v_BKTE = call.k_BKTD, call.v_BKTE
         if layer_idx in self.held:
             seen_k, seen_v = self.held[layer_idx]
-            k_BKTD, v_BKTD = torch.cat([seen_k, k_BKTD], dim=2), torch.cat([seen_v, v_BKTD], dim=2)
-        self.held[layer_idx] = (k_BKTD, v_BKTD)
-        return causal_attention_ref(q_BHTD, k_BKTD, v_BKTD, scale=scale, window=window)
+            k_BKTD, v_BKTE = torch.cat([seen_k, k_BKTD], dim=2), torch.cat([seen_v, v_BKTE], dim=2)
+        self.held[layer_idx] = (k_BKTD, v_BKTE)
+        return causal_attention_ref(replace(call, k_BKTD=k_BKTD, v_BKTE=v_BKTE))
 
 
 class _Recorder:
     def __init__(self) -> None:
         self.calls: list[_Call] = []
 
-    def attend(
-        self,
-        layer_idx: int,
-        q_BHTD: torch.Tensor,
-        k_BKTD: torch.Tensor,
-        v_BKTD: torch.Tensor,
-        *,
-        scale: float,
-        window: int | None,
-    ) -> torch.Tensor:
-        num_heads, num_kv_heads = q_BHTD.shape[1], k_BKTD.shape[1]
-        self.calls.append(
-            _Call(layer_idx, num_heads, num_kv_heads, k_BKTD.shape[3], window, scale, k_BKTD.dtype, k_BKTD.device)
-        )
-        return v_BKTD.repeat_interleave(num_heads // num_kv_heads, dim=1)
+    def attend(self, layer_idx: int, call: AttentionCall) -> torch.Tensor:
+        num_heads, (num_kv_heads, _, head_dim), k = call.q_BHTD.shape[1], call.k_BKTD.shape[1:], call.k_BKTD
+        heads = (num_heads, num_kv_heads, head_dim, call.v_BKTE.shape[3])
+        self.calls.append(_Call(layer_idx, *heads, call.window, call.scale, k.dtype, k.device))
+        return call.v_BKTE.repeat_interleave(num_heads // num_kv_heads, dim=1)

@@ -172,7 +172,7 @@ def _check_target(model: transformers.PreTrainedModel, target: tuple[str, ...]) 
 
 
 def _routers(model: transformers.PreTrainedModel, target: tuple[str, ...]) -> list[str]:
-    """Linear layers that choose among experts: an adapter there sends tokens elsewhere. What happens to them is logged."""
+    """Linear layers that choose among experts; it is logged whether they get adapters."""
     if not has_experts(model):
         return []
     linear = [name for name, part in model.named_modules() if isinstance(part, torch.nn.Linear)]

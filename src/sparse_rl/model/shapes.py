@@ -59,6 +59,15 @@ LLAMA3 = {  # how Llama 3 stretches its rotation
     "original_max_position_embeddings": 8192,
 }
 
+YARN = {  # and how gpt-oss does
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {
         **tiny.SHAPE,
@@ -78,6 +87,31 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-4b": _shape("qwen3", 36, 2560, 9728, (32, 8, 128), 151936, theta=1e6, eps=1e-6),
     "qwen3-8b": _shape("qwen3", 36, 4096, 12288, (32, 8, 128), 151936, tied=False, theta=1e6, eps=1e-6),
     "qwen3-14b": _shape("qwen3", 40, 5120, 17408, (40, 8, 128), 151936, tied=False, theta=1e6, eps=1e-6),
+    "qwen3-30b-a3b": {
+        **_shape("qwen3_moe", 48, 2048, 6144, (32, 4, 128), 151936, tied=False, theta=1e6, eps=1e-6),
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+    },
+    "gpt-oss-20b": {
+        **_shape(
+            "gpt_oss",
+            24,
+            2880,
+            2880,
+            (64, 8, 64),
+            201088,
+            tied=False,
+            theta=1.5e5,
+            eps=1e-5,
+            positions=131072,
+            rope=YARN,
+        ),
+        "num_local_experts": 32,
+        "num_experts_per_tok": 4,
+        "sliding_window": 128,
+    },
 }
 
 

@@ -32,6 +32,37 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,  # its scaled embedding would only ever repeat the last token
     },
     "olmo2": {"model_type": "olmo2"},
+    "gemma2": {  # attention's logits have a soft-cap
+        "model_type": "gemma2",
+        "sliding_window": WINDOW,
+        "attn_logit_softcapping": 4.0,
+        "final_logit_softcapping": None,
+        "query_pre_attn_scalar": 64,
+        "tie_word_embeddings": False,
+    },
+    "gpt_oss": {  # every head has a sink
+        "model_type": "gpt_oss",
+        "sliding_window": WINDOW,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    },
+    "deepseek_v3": {  # latent attention: keys of 16 + 16, values of 24
+        "model_type": "deepseek_v3",
+        "q_lora_rank": 48,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 16,
+        "head_dim": 16,
+        "v_head_dim": 24,
+        "num_key_value_heads": 4,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "moe_intermediate_size": 128,
+        "first_k_dense_replace": 2,
+    },
 }
 
 SHAPE: dict[str, Any] = {
@@ -82,10 +113,11 @@ def tiny_model(
 ) -> transformers.PreTrainedModel:
     """A random model of a family (about 0.8M parameters); overrides are config fields. Same seed, same weights."""
     config = tiny_config(family, **overrides)
+    experts = {"experts_implementation": "eager"} if dtype == torch.float64 else {}  # grouped products know no fp64
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = transformers.AutoModelForCausalLM.from_config(
-            config, dtype=torch.float32, attn_implementation=attn_implementation or registered()
+            config, dtype=torch.float32, attn_implementation=attn_implementation or registered(), **experts
         )
     placed: transformers.PreTrainedModel = model.to(device=device, dtype=dtype).eval()
     return placed

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import transformers
 
+from sparse_rl.kernels.attention import AttentionCall
 from sparse_rl.model.attention import no_mask, registered
 from sparse_rl.model.dry_run import AttentionShape
 from sparse_rl.model.load import EMBEDDED, check_name
@@ -131,20 +132,11 @@ class _Trace:
         self.kept: list[torch.Tensor] = []  # alive, so that no two storages get the same number
         self.saved: Counter[int | None] = Counter()  # bytes by layer, None outside of them
         self.layer: int | None = None
-        self.calls: list[tuple[int, int, int, int | None, float]] = []  # heads, KV heads, width, window, scale
+        self.calls: list[AttentionCall] = []
 
-    def attend(
-        self,
-        layer_idx: int,
-        q_BHTD: torch.Tensor,
-        k_BKTD: torch.Tensor,
-        v_BKTD: torch.Tensor,
-        *,
-        scale: float,
-        window: int | None,
-    ) -> torch.Tensor:
-        self.calls.append((q_BHTD.shape[1], k_BKTD.shape[1], k_BKTD.shape[3], window, scale))
-        out: torch.Tensor = _Flash.apply(q_BHTD, k_BKTD, v_BKTD)  # type: ignore[no-untyped-call]
+    def attend(self, layer_idx: int, call: AttentionCall) -> torch.Tensor:
+        self.calls.append(call)
+        out: torch.Tensor = _Flash.apply(call.q_BHTD, call.k_BKTD, call.v_BKTE)  # type: ignore[no-untyped-call]
         return out
 
     def save(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -156,13 +148,14 @@ class _Trace:
         return tensor
 
     def shape(self, dtype: torch.dtype) -> AttentionShape:
-        heads, kv_heads, width, _, _ = self.calls[0]
+        first = self.calls[0]
         return AttentionShape(
-            num_heads=heads,
-            num_kv_heads=kv_heads,
-            head_dim=width,
-            windows=tuple(call[3] for call in self.calls),
-            scales=tuple(call[4] for call in self.calls),
+            num_heads=first.q_BHTD.shape[1],
+            num_kv_heads=first.k_BKTD.shape[1],
+            head_dim=first.k_BKTD.shape[3],
+            value_dim=first.v_BKTE.shape[3],
+            windows=tuple(call.window for call in self.calls),
+            scales=tuple(call.scale for call in self.calls),
             dtype=dtype,
             device=torch.device("meta"),
         )
@@ -173,7 +166,7 @@ class _Flash(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        out = torch.empty_like(q.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
+        out = q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3]).transpose(1, 2)
         ctx.save_for_backward(q, k, v, out, torch.empty(q.shape[:3], dtype=torch.float32, device=q.device))
         return out
 

@@ -195,6 +195,7 @@ def _logit_map(model: transformers.PreTrainedModel) -> LogitMap | None:
     """How the module's logits come from lm_head(hidden), if it is known."""
     capping = {key: given for key, given in model.config.to_dict().items() if "softcap" in key and given}
     cap = capping.pop("final_logit_softcapping", None)
+    capping.pop("attn_logit_softcapping", None)  # before the hidden states
     if capping:
         return None
     ids = torch.arange(4, device=model.device)[None] % model.config.vocab_size
