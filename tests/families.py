@@ -164,6 +164,8 @@ MECHANISMS: dict[str, str] = {
     "gpt_neox": "queries, keys and values in one projection by head",
     "starcoder2": "layer norms with biases",
     "jetmoe": "experts that attend",
+    "gemma4_unified_text (one width)": "images seen in both directions, text causally",
+    "falcon": "attention looked up among its own classes",
     "bloom": "ALiBi",
     "stablelm": "attention of its own, not through transformers' interface",
     "bamba": "state-space layers",

@@ -30,6 +30,7 @@ from sparse_rl.specs import first_line, refuse_unused
 logger = logging.getLogger(__name__)
 
 ALL = "all-linear"
+EXPERTS = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 ROUTERS = {"router", "gate", "shared_expert_gate"}  # what transformers calls those of mixtures
 ADAPTER = "adapter_config.json"  # a folder with this file is an adapter's
 
@@ -70,12 +71,8 @@ def add_adapters(model: transformers.PreTrainedModel, config: LoraConfig, seed: 
         raise ValueError("the model has adapters already; load it anew before it gets others.")
     _check_target(model, config.target)
     check_rank(config.r, model.config.get_text_config().hidden_size)
-    routers = _routers(model, config.target)
     settings = _peft(f"lora.r is {config.r}").LoraConfig(
-        r=config.r,
-        lora_alpha=config.alpha,
-        target_modules=ALL if ALL in config.target else list(config.target),
-        exclude_modules=routers if ALL in config.target else None,
+        r=config.r, lora_alpha=config.alpha, target_modules=_target_modules(model, config.target)
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -171,20 +168,22 @@ def _check_target(model: transformers.PreTrainedModel, target: tuple[str, ...]) 
             raise ValueError(f"lora.target has {given!r}; this model's projections are {', '.join(known)}.")
 
 
-def _routers(model: transformers.PreTrainedModel, target: tuple[str, ...]) -> list[str]:
-    """Linear layers that choose among experts; it is logged whether they get adapters."""
+def _target_modules(model: transformers.PreTrainedModel, target: tuple[str, ...]) -> str | list[str]:
+    """As peft wants them. Of a mixture all but the routers, which peft would adapt too: tokens then go elsewhere."""
+    head = model.get_output_embeddings()
+    linear = {name for name, part in model.named_modules() if isinstance(part, torch.nn.Linear) and part is not head}
+    routers = {name for name in linear if ROUTERS & {*name.split(".")}} if has_experts(model) else set()
+    if ALL not in target:
+        hit = sorted(name for name in routers if any(name.endswith(f".{given}") for given in target))
+        if hit:
+            logger.warning("lora.target adapts %d routers of experts, such as %s.", len(hit), hit[0])
+        return list(target)
     if not has_experts(model):
-        return []
-    linear = [name for name, part in model.named_modules() if isinstance(part, torch.nn.Linear)]
-    routers = [name for name in linear if ROUTERS & {*name.split(".")}]
-    hit = [name for name in routers if any(name == given or name.endswith(f".{given}") for given in target)]
-    if routers and ALL in target:
-        logger.info("lora.target all-linear leaves out %d routers of experts, such as %s.", len(routers), routers[0])
-    elif hit:
-        logger.warning(
-            "lora.target adapts %d routers of experts too, such as %s; tokens then go elsewhere.", len(hit), hit[0]
-        )
-    return routers
+        return ALL
+    logger.info("lora.target all-linear leaves out the routers of experts.")
+    # By their last names, and by those that peft knows the experts' fused projections by.
+    names = {name.rpartition(".")[2] for name in linear - routers} | {*EXPERTS}
+    return rf".*\.({'|'.join(sorted(names))})"
 
 
 def _lasting_name(name: str | None) -> str | None:
