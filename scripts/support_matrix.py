@@ -26,6 +26,7 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     cells, before, wrong = families.cells(), recorded(), []
+    record(families.outside(), cells)
     for cell in sys.argv[1:] or cells:
         try:
             with tempfile.TemporaryDirectory() as folder:

@@ -71,7 +71,9 @@ TWICE = {"attention_hidden_size": 128, "attention_head_dim": 32}  # the model's 
 WIDER_GLOBAL = {"per_layer_config": {"01": {"head_dim": 32}}}  # names layers by their number
 SETTINGS: dict[str, dict[str, Any]] = {
     "bamba": MAMBA | {"attn_layer_indices": [1]},  # by default no layer attends
-    "cohere_compass_text": {"rope_parameters": dict.fromkeys(KINDS, ROPE)},  # its default has none
+    "cohere_compass_text": {  # its default has none
+        "rope_parameters": dict.fromkeys(KINDS, ROPE | {"mrope_section": [3, 3, 2]})
+    },
     "dbrx": {
         "num_key_value_heads": 2,
         "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8},  # its default has no rotation
@@ -183,19 +185,24 @@ def types() -> list[str]:
 def left_out(model_type: str) -> str | None:
     """Why a type is no decoder-only language model of its own, or None if it is."""
     kind = CONFIG_MAPPING[model_type]
-    if model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES:
-        return "encoder"
     if kind.is_encoder_decoder:
-        return "encoder-decoder"
+        return "decoders of an encoder-decoder"
+    if model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES:
+        return "encoders"
     if {"text_config", "decoder"} & {*kind.sub_configs}:
-        return "wrapper"
-    return None if kind.model_type == model_type else "second name"
+        return "wrappers, whose text models are types of their own"
+    return None if kind.model_type == model_type else "second names"
 
 
 def cells() -> list[str]:
     """A name for each decoder-only type, and for each variant of one."""
     decoders = [name for name in types() if left_out(name) is None]
     return [*decoders, *(name for name, (of, _) in VARIANTS.items() if of in decoders)]
+
+
+def outside() -> dict[str, str]:
+    """The other types, each with what it is."""
+    return {name: f"left out: {why}" for name in types() if (why := left_out(name))}
 
 
 def tiny_config(cell: str) -> transformers.PreTrainedConfig:

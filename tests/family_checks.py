@@ -34,6 +34,7 @@ from sparse_rl.train.update import UpdateConfig, update
 from sparse_rl.types import Rollout
 
 LENGTHS = (37, 37, 9, 23)  # of the prompts; two alike, which `generate` takes without padding
+LOOPED = (1, 2)  # of them: those whose cuts are done again in loops; one is cut at once, one grows first
 NUM_TOKENS = 64
 SPARSE = RKV(budget=24, interval=8, window=4)
 CLOSE = 1e-4  # of log-probs in fp32
@@ -58,9 +59,13 @@ def recorded(version: str | None = None) -> dict[str, str]:
 
 
 def record(verdicts: dict[str, str], cells: list[str]) -> None:
-    """Replace those of the installed version; cells that are no more are dropped."""
+    """Replace those of the installed version. Of the others only those of `cells` and what is left out stay."""
     everything = json.loads(VERDICTS.read_text())
-    now = {cell: text for cell, text in (recorded() | verdicts).items() if cell in cells}
+    now = {
+        cell: text
+        for cell, text in (recorded() | verdicts).items()
+        if cell in cells or cell in verdicts or text.startswith("left")
+    }
     if release() == NEWEST:
         everything[NEWEST] = now
     else:
@@ -141,7 +146,7 @@ def chosen_logprobs(model: transformers.PreTrainedModel, rollout: Rollout, **how
 def check_sparse(loaded: LoadedModel, eager: transformers.PreTrainedModel, rollouts: list[Rollout]) -> None:
     """Log-probs are those of the family's own attention that sees what was held; what is kept the slow policy keeps."""
     masked, differs = masked_twin(eager), 0.0
-    for rollout in rollouts:
+    for row, rollout in enumerate(rollouts):
         assert rollout.kept_positions is not None
         firings = scheduled_firings(len(rollout.prompt.ids), len(rollout.token_ids), SPARSE)
         times = [seen for seen, _ in firings]
@@ -159,7 +164,8 @@ def check_sparse(loaded: LoadedModel, eager: transformers.PreTrainedModel, rollo
             differs = max(differs, float((chosen_logprobs(eager, rollout) - logprobs).abs().max()))
         off = (rollout.sampler_logprobs - logprobs).abs().max()
         assert off <= CLOSE, f"log-probs of a sparse cache are off by {off:.1e}"
-        check_kept(loaded, rollout, times, seen)
+        if row in LOOPED:
+            check_kept(loaded, rollout, times, seen)
     assert differs > MATTERS, f"dropping entries changes log-probs by {differs:.1e} at most"
 
 

@@ -18,8 +18,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from sparse_rl.kernels.attention import packed_attention
-from sparse_rl.model import attention
-from sparse_rl.model import dry_run as dry_run_module
+from sparse_rl.model import attention, probe
 from sparse_rl.model.attention import NAME, UnsupportedModelError, registered
 from sparse_rl.model.dry_run import _Recorder, dry_run
 from sparse_rl.model.load import load, load_reader, stop_ids
@@ -81,7 +80,7 @@ def noisy_model():
 def test_a_model_that_rounding_moves_far_is_not_refused(monkeypatch):
     model = noisy_model()
     assert dry_run(model).dtype == torch.bfloat16 and model.config._attn_implementation == NAME
-    monkeypatch.setattr(dry_run_module, "_in_float32", lambda given: given)
+    monkeypatch.setattr(probe, "_in_float32", lambda given: given)
     with pytest.raises(UnsupportedModelError, match="other logits"):
         dry_run(model)
 
@@ -106,9 +105,9 @@ def test_attention_that_is_wrong_is_refused_in_half_precision(make, kernels, fau
 
 @pytest.mark.parametrize("make", [half_model, noisy_model])
 def test_positions_that_are_wrong_are_refused_in_half_precision(make, monkeypatch):
-    logits = dry_run_module._logits
+    logits = probe._logits
     wrong = lambda model, ids, positions, kv: logits(model, ids, positions % 3, kv)  # noqa: E731
-    monkeypatch.setattr(dry_run_module, "_logits", wrong)
+    monkeypatch.setattr(probe, "_logits", wrong)
     with pytest.raises(UnsupportedModelError, match="other logits"):
         dry_run(make())
 

@@ -20,7 +20,8 @@ import transformers
 
 from sparse_rl.model import lora, smollm2
 from sparse_rl.model.attention import NAME, UnsupportedModelError, registered
-from sparse_rl.model.dry_run import AttentionShape, dry_run, own_attention
+from sparse_rl.model.dry_run import AttentionShape, dry_run
+from sparse_rl.model.probe import own_attention
 from sparse_rl.model.tiny import FAMILIES, tiny_config, tiny_model, tiny_tokenizer
 from sparse_rl.specs import first_line, suggestion
 

@@ -24,7 +24,7 @@ import transformers
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from sparse_rl.model.dry_run import has_experts
+from sparse_rl.model.probe import has_experts
 from sparse_rl.specs import first_line, refuse_unused
 
 logger = logging.getLogger(__name__)
@@ -176,7 +176,7 @@ def _target_modules(model: transformers.PreTrainedModel, target: tuple[str, ...]
     if ALL not in target:
         hit = sorted(name for name in routers if any(name.endswith(f".{given}") for given in target))
         if hit:
-            logger.warning("lora.target adapts %d routers of experts, such as %s.", len(hit), hit[0])
+            logger.warning("lora.target adapts %d routers of experts too, such as %s.", len(hit), hit[0])
         return list(target)
     if not has_experts(model):
         return ALL
