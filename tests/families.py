@@ -121,6 +121,15 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3",
         {"rope_parameters": ROPE | {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}},
     ),
+    "phi3 (longrope)": (  # beyond the original length from the first answer on
+        "phi3",
+        {
+            "rope_parameters": ROPE
+            | {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [1.0 + 0.5 * i for i in range(8)]}
+            | {"original_max_position_embeddings": 8},
+            "original_max_position_embeddings": 8,
+        },
+    ),
     "gpt2 (scale by layer)": ("gpt2", {"scale_attn_by_inverse_layer_idx": True}),
     "opt (350m)": ("opt", {"word_embed_proj_dim": 32, "do_layer_norm_before": False}),
     "phi (norms of queries)": ("phi", {"qk_layernorm": True}),
@@ -156,6 +165,7 @@ MECHANISMS: dict[str, str] = {
     "smollm3": "no positions in some layers",
     "glm4": "half of each head rotated, in pairs",
     "phi3": "joined projections",
+    "phi3 (longrope)": "a rotation with two factors, in one of which a run is",
     "granite": "multipliers, a scale of its own",
     "granitemoeshared": "shared experts beside routed ones",
     "mixtral": "routed experts",

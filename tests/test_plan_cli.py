@@ -108,6 +108,12 @@ def test_a_cache_that_is_never_cut_is_told_of():
         assert ("never cut at such lengths: it is due at 296 entries, and sequences have at most 295" in out) == told
 
 
+def test_a_latent_model_s_plan_says_what_its_cache_holds():
+    _, out, _ = run("plan", "--model", "tiny:deepseek_v3")
+    assert "4 expanded heads of 32 + 24 numbers a layer, 3,648 bytes a token" in out
+    assert "expanded" not in run("plan", "--model", "tiny:llama")[1]
+
+
 def test_recipes_and_models_at_hand_need_no_download():
     code, found = plan("--config", "qwen2.5-7b.yaml", "--gpu", "b200")
     assert found["parameters"] == 7_615_616_512 and found["dtype"] == "bfloat16" and found["rows"]["asked"] == 256

@@ -21,6 +21,7 @@ from small_eval import results_of, samples_of, small, timeless, toy
 from sparse_rl.evaluate import EvalObserver, evaluate_benchmarks
 from sparse_rl.evaluate import benchmarks as module
 from sparse_rl.evaluate.grader import Block, Grader, Tally
+from sparse_rl.model import rope
 from sparse_rl.model.tiny import tiny_model, tiny_tokenizer
 from sparse_rl.rollout import Engine, EngineConfig
 from sparse_rl.runfolder import lock
@@ -322,6 +323,18 @@ def test_overlong_prompts_are_left_out_and_short_contexts_said(tmp_path, data):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     with pytest.raises(ValueError, match="2 of 10 rows have more than 63 tokens, the first in problem 'toy-3' of toy"):
         evaluate_benchmarks(evaluation, tmp_path / "other")
+
+
+def test_a_rotation_is_that_of_the_longest_answer_or_of_the_training(tmp_path, data):
+    for name in ("base", "trained"):
+        tiny_model("phi3", num_hidden_layers=1).save_pretrained(tmp_path / name)
+        tiny_tokenizer().save_pretrained(tmp_path / name)
+    rope.save(8192, tmp_path / "trained")
+    models = tuple(str(tmp_path / name) for name in ("base", "trained"))
+    for max_tokens, of_base in ((2, 64), (60, 8192)):
+        evaluation = small(data, models=models, kv=("full",), template="{problem}", max_tokens=max_tokens, problems=1)
+        found = evaluate_benchmarks(evaluation, tmp_path / f"out {max_tokens}")["models"]
+        assert [found[name]["context"] for name in models] == [of_base, 8192]
 
 
 def test_out_of_memory_halves_the_rows_and_takes_the_block_again(data, tmp_path, monkeypatch):

@@ -287,13 +287,6 @@ def test_sampling_defaults_of_a_checkpoint_are_ignored_aloud(tmp_path, caplog):
     assert "temperature 0.6, top_p 0.95" in caplog.text
 
 
-def test_rotations_that_depend_on_the_batch_are_warned_of(caplog):
-    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
-    with caplog.at_level(logging.WARNING):
-        dry_run(tiny_model("llama", rope_parameters=rope))
-    assert "dynamic" in caplog.text
-
-
 def test_layers_that_are_not_what_the_config_says_are_refused():
     model = tiny_model("gemma3")
     model.config.layer_types = ["full_attention"] * 4

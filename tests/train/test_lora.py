@@ -71,7 +71,10 @@ def test_fresh_adapters_change_nothing_and_serve_every_family(family):
     trainable = {name.split(".")[-2] for name, p in model.named_parameters() if p.requires_grad}
     adapted = {name.split(".")[-4] for name, p in model.named_parameters() if ".lora_A." in name}
     assert trainable == {"default"}
-    assert adapted == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+    inward = (
+        {"qkv_proj", "gate_up_proj"} if family == "phi3" else {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"}
+    )
+    assert adapted == inward | {"o_proj", "down_proj"}
     disturb(model)
     assert not torch.allclose(model(IDS).logits, expected)
     with adapters_off(model):

@@ -98,6 +98,7 @@ def run(arguments: list[str]) -> None:
     quiet_bars()
     loaded = load(settings.model, dtype=model_dtype(settings.dtype), device=settings.device)
     prompts = _prompts(settings, loaded)
+    loaded.fit(max(len(prompt.ids) for prompt in prompts) + sampling.max_tokens)
     calibration = Calibration(
         loaded=loaded, policy=policy, prompts=prompts, sampling=sampling, engine=engine, config=config
     )

@@ -13,6 +13,9 @@ Of a run with --lora.r, the adapters are added to the base model's weights, in f
 must be where the run found it. A folder that peft wrote will do too. Of any other run, the model without what resuming
 needs: fp32 weights and optimiser state. The output folder must be new; a failure leaves none behind.
 
+The text model of a multimodal checkpoint (Gemma 3, Qwen-VL) is written as the whole again. The other tensors and the
+processor's files come from the model that the run started from; if that is gone, the text model is exported alone.
+
   sparse-rl export runs/first/checkpoint-100 exported
   sparse-rl export runs/adapters/checkpoint-100 exported --dtype float32
 """

@@ -58,6 +58,7 @@ def run(arguments: list[str]) -> None:
         quiet_bars()
         loaded = load(settings.model, dtype=model_dtype(settings.dtype), device=settings.device)
         prompts = [_prompt(row, i, loaded) for i, row in enumerate(rows)]
+        loaded.fit(max(len(prompt.ids) for prompt in prompts) + sampling.max_tokens)
         if settings.compare:
             _compare(loaded, policy, sampling, config, prompts, output)
         else:

@@ -78,6 +78,7 @@ def run(arguments: list[str]) -> None:
     quiet_bars()
     loaded = load(settings.model, dtype=model_dtype(settings.dtype), device=settings.device)
     prompt = _prompt(settings.model, given, loaded)
+    loaded.fit(len(prompt.ids) + sampling.max_tokens)
     with renamed("sampling", "--"):
         text = answer(loaded, prompt, sampling)
     folder.mkdir(parents=True, exist_ok=True)

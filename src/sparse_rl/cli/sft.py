@@ -42,7 +42,7 @@ def run(arguments: list[str]) -> None:
     from sparse_rl.model.load import load
     from sparse_rl.tasks.supervised import ExamplesConfig
     from sparse_rl.train import OptimizerConfig, SFTConfig, SFTTrainer
-    from sparse_rl.train.folder import check_folder
+    from sparse_rl.train.folder import check_folder, fit_rotation
     from sparse_rl.train.sft import end_ids
 
     refuse_null(settings, "model", "device")
@@ -68,6 +68,7 @@ def run(arguments: list[str]) -> None:
     quiet_bars()
     loaded = load(settings.model, dtype=dtype, device=settings.device)
     examples = data.build(loaded.tokenizer, end_ids(loaded), loaded.context)
+    fit_rotation(loaded, config, max(example.num_tokens for example in (*examples.train, *examples.eval)))
     trainer = SFTTrainer(loaded, examples, config=config, optimizer=optimizer, observers=(SupervisedLive(),))
     trainer.train()
     if (newest := trainer.run.newest) is not None:

@@ -129,8 +129,8 @@ def _train(settings: Namespace, task: Any, parts: dict[str, Any], processes: Pro
     from sparse_rl.model.load import load
     from sparse_rl.report.live import Live
     from sparse_rl.train import Trainer
-    from sparse_rl.train.config import longest_prompt
-    from sparse_rl.train.folder import check_folder
+    from sparse_rl.train.config import longest_prompt, longest_sequence
+    from sparse_rl.train.folder import check_folder, fit_rotation
 
     if processes.first:
         logging.getLogger("sparse_rl.tasks").setLevel(logging.INFO)  # which rows were read, and how
@@ -147,6 +147,8 @@ def _train(settings: Namespace, task: Any, parts: dict[str, Any], processes: Pro
     loaded = processes.together(lambda: load(settings.model, dtype=dtype, device=processes.device(settings.device)))
     grading = parts.pop("grading")  # the task's, not the trainer's
     built = processes.together(lambda: task.build(loaded.tokenizer, context=loaded.context, grading=grading))
+    asked = longest_sequence(built, parts["config"], parts["sampling"], parts["eval"].prompts)
+    processes.together(lambda: fit_rotation(loaded, parts["config"], asked))
     trainer = processes.together(lambda: Trainer(loaded, built, observers=(Live(),), processes=processes, **parts))
     longest = min(loaded.context, longest_prompt(built, trainer.config) + trainer.sampling.max_tokens)
     if processes.first and (said := beyond(getattr(trainer.kv, "budget", None), longest)):

@@ -179,6 +179,7 @@ class EvalRun:
         dtype = getattr(torch, evaluation.dtype) if evaluation.dtype else None
         loaded = load(name, dtype=dtype, device=evaluation.device)
         prompts = self.prompts.pop(name)
+        loaded.fit(max(self._longest(cell, prompts) for cell in self.cells if cell.model == name))
         self.record.add_model(name, loaded, prompts)
         for note in self._notes(name):
             self.observer.on_note(note)

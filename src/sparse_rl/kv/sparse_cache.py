@@ -93,8 +93,7 @@ class SparseCache(Cache):
         if self.handed is not None:
             raise ValueError(
                 f"layer {self.handed} did not attend through sparse_rl, so its entries were not stored; call "
-                f"model.set_attn_implementation({NAME!r}) before generate, and start with a new SparseCache. If it is "
-                "set, the model changes its keys behind the cache: sample with the engine instead."
+                f"model.set_attn_implementation({NAME!r}) before generate, and start with a new SparseCache."
             )
         if layer_idx != self.next_layer:
             raise ValueError(
@@ -227,8 +226,7 @@ class SparseCache(Cache):
         )
 
     def attend(self, layer_idx: int, call: AttentionCall) -> torch.Tensor:
-        # A layer that shares the keys of one before it was handed none.
-        assert self.handed in (None, layer_idx), f"keys of layer {self.handed} arrived at layer {layer_idx}"
+        assert self.handed in (layer_idx, None), f"keys of layer {self.handed} at layer {layer_idx}"  # None: shared
         if call.q_BHTD.requires_grad:
             raise ValueError("a SparseCache keeps no gradients; call the model under torch.no_grad().")
         self.handed = None

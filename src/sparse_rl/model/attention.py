@@ -23,6 +23,7 @@ import torch
 import transformers
 
 from sparse_rl.kernels.attention import AttentionCall, causal_attention_ref, packed_attention
+from sparse_rl.model.rope import check_length
 
 NAME = "sparse_rl"
 HOLDER = "sparse_rl_holder"
@@ -53,6 +54,10 @@ class KeyHolder(Protocol):
 
     def expects(self, layer_idx: int, key_BKTD: torch.Tensor) -> bool:
         """Whether these are the keys that the layer made of the latents it was handed."""
+        ...
+
+    def get_seq_length(self) -> int:
+        """Tokens seen, padding included."""
         ...
 
 
@@ -108,14 +113,16 @@ def attention(
     if dropout:
         raise UnsupportedModelError(f"attention dropout is {dropout}; set it to 0 in the model's config.")
     holder = _holder(module, key)
+    if kv is None:  # no engine has checked it
+        seen = holder.get_seq_length() if holder is not None else 0
+        check_length(module, seen + key.shape[2], kwargs.get("position_ids"))
     if holder is not None and (attention_mask is None or attention_mask.ndim == 2):
         num_layers: int = module.config.num_hidden_layers  # type: ignore[union-attr,assignment]
         kv, attention_mask = holder.context(num_layers, attention_mask, kwargs.get("position_ids")), None
     if attention_mask is not None and attention_mask.ndim == 2:
         raise ValueError(
             "got a padding mask, which this attention does not read: pack the rows (`kv=PackedRows(...)`), generate "
-            "with `past_key_values=SparseCache(...)`, or load the model with attn_implementation='sdpa'. If it has a "
-            f"SparseCache, {type(module).__name__} changes its keys behind the cache: sample with the engine instead."
+            "with `past_key_values=SparseCache(...)`, or load the model with attn_implementation='sdpa'."
         )
     if attention_mask is not None and (kv is None or attention_mask.numel()):  # an empty one marks packed rows
         raise UnsupportedModelError(

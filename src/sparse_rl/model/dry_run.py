@@ -15,6 +15,7 @@ import torch
 import transformers
 
 from sparse_rl.kernels.attention import AttentionCall
+from sparse_rl.model import rope
 from sparse_rl.model.attention import UnsupportedModelError
 from sparse_rl.model.probe import as_unsupported, check_logits, has_experts, own_attention
 
@@ -81,7 +82,7 @@ def dry_run(model: transformers.PreTrainedModel) -> AttentionShape:
     """The model's attention shape; raises UnsupportedModelError with the reason if it cannot be sampled from."""
     config, name = model.config, type(model).__name__
     switch_dropout_off(model)
-    warn_of_rope(model)
+    check_rope(model)
     layer_types = getattr(config, "layer_types", None)
     strange = sorted(set(layer_types or ()) - set(LAYER_TYPES))
     if strange:
@@ -152,27 +153,20 @@ def switch_dropout_off(model: transformers.PreTrainedModel) -> None:
         logger.warning("dropout is switched off, so that sampler and learner agree: %s.", ", ".join(sorted(found)))
 
 
-def warn_of_rope(model: transformers.PreTrainedModel) -> None:
-    """Some rotations depend on the longest sequence of the batch, so rows then influence each other."""
-    kinds = batch_ropes(model)
-    if kinds:
-        logger.warning(
-            "rope type %s depends on the longest sequence decoded together: results then vary with the batch.",
-            ", ".join(sorted(kinds)),
+def check_rope(model: transformers.PreTrainedModel) -> None:
+    """A rotation that follows the longest sequence of a forward would make rows influence each other."""
+    if rope.moves(model):
+        name, kinds = type(model).__name__, ", ".join(sorted(rope.moving_types(model.config)))
+        fixed = "even after rope.fix" if rope.fixed_for(model) else "load it with load, or call rope.fix(model) first"
+        raise UnsupportedModelError(
+            f"{name} chooses its rotation (rope type {kinds}) in every forward, by the longest sequence in it; {fixed}."
         )
-
-
-def batch_ropes(model: transformers.PreTrainedModel) -> set[str]:
-    """The model's rope types that look at the positions of the whole batch."""
-    parameters = getattr(model.config, "rope_parameters", None) or {}
-    nested = [given for given in parameters.values() if isinstance(given, dict)]
-    return {str(given.get("rope_type")) for given in (parameters, *nested)} & {"dynamic", "longrope"}
 
 
 def waits_for_device(model: transformers.PreTrainedModel) -> str:
     """Why the model's forward pass cannot go into a CUDA graph, or nothing if it can."""
-    if batch_ropes(model):
-        return f"its rotation ({', '.join(sorted(batch_ropes(model)))}) looks at the positions"
+    if rope.synchronises(model):
+        return f"its rotation ({', '.join(sorted(rope.moving_types(model.config)))}) looks at the positions"
     return "it routes tokens to experts" if has_experts(model) else ""
 
 

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 import transformers
 
-from sparse_rl.model import lora, smollm2
+from sparse_rl.model import dequantise, lora, rope, smollm2, wrappers
 from sparse_rl.model.attention import NAME, UnsupportedModelError, registered
 from sparse_rl.model.dry_run import AttentionShape, dry_run
 from sparse_rl.model.probe import own_attention
@@ -32,6 +32,7 @@ EMBEDDED = Path(__file__).parent / "embedded"  # made by scripts/pretrain_chain.
 DTYPES = ("float32", "bfloat16", "float16", "float64")  # that weights may be loaded in
 TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 SAMPLED = 64  # weights of each tensor that go into a model's digest
+LISTED = 8  # names of weights in an error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +56,22 @@ class LoadedModel:
     @property
     def context(self) -> int:
         """Most tokens the model's positions reach."""
-        return _context(self.model.config)
+        return rope.fixed_for(self.model) or rope.context(self.model.config)
+
+    def fit(self, longest: int) -> None:
+        """Where a rotation has several factors, take the one for sequences of this length; a trained one is kept."""
+        kept = recorded(self.model.config.name_or_path or "")
+        if kept is None:
+            rope.fix(self.model, longest)
+        elif longest > self.context:
+            logger.warning(
+                "%s was trained for sequences of up to %d tokens, and keeps their rotation; these of %d end there. "
+                "Without its %s it gets the factor for longer ones.",
+                self.model.config.name_or_path,
+                self.context,
+                longest,
+                rope.RECORD,
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,17 +82,28 @@ class Reader:
     context: int
 
 
-def load(name: str, *, dtype: torch.dtype | None = None, device: str | torch.device = "cpu") -> LoadedModel:
+def load(
+    name: str,
+    *,
+    dtype: torch.dtype | None = None,
+    device: str | torch.device = "cpu",
+    longest: int | None = None,
+) -> LoadedModel:
     """`embedded`, `tiny`, `tiny:FAMILY`, `smollm2`, a folder, or a hub name.
 
     A folder with an adapter is loaded as its base model with the adapter merged. Without a dtype: the checkpoint's own;
     fp32 for those that are known by a name of ours.
+
+    `longest` sequence there will be, in tokens: where a rotation has several factors (`rope.py`), it chooses one.
+    Without it: the one that the checkpoint was trained with here, else that of the longest context.
     """
     check_device(device)
+    longest = longest or recorded(name)
     if name == "tiny" or name.startswith("tiny:"):
         family = name.partition(":")[2] or "llama"
         model = tiny_model(family, dtype=dtype or torch.float32, device=device)
         model.config.name_or_path = name
+        rope.fix(model, longest)
         return LoadedModel(model=model, tokenizer=tiny_tokenizer(), shape=dry_run(model), asked=str(device))
     if name == "embedded":
         model, tokenizer = _from_pretrained(str(EMBEDDED), dtype or torch.float32)
@@ -90,21 +117,31 @@ def load(name: str, *, dtype: torch.dtype | None = None, device: str | torch.dev
         model, tokenizer = _from_pretrained(name, dtype)
     model.to(device=torch.device(device))  # type: ignore[call-arg]
     model.eval()
+    rope.fix(model, longest)
     return LoadedModel(model=model, tokenizer=tokenizer, shape=dry_run(model), asked=str(device))
 
 
-def load_reader(name: str) -> Reader:
+def load_reader(name: str, longest: int | None = None) -> Reader:
     """The tokenizer and the context that `load` would give, and most of the reasons why it would not."""
+    longest = longest or recorded(name)
     if name == "tiny" or name.startswith("tiny:"):
-        return Reader(tokenizer=tiny_tokenizer(), context=_context(tiny_config(name.partition(":")[2] or "llama")))
+        config = tiny_config(name.partition(":")[2] or "llama")
+        return Reader(tokenizer=tiny_tokenizer(), context=rope.context(config, longest))
     folder = Path(name)
     if name != "embedded" and (folder / lora.ADAPTER).is_file():
         with _adapter_of(folder) as base:
-            reader = load_reader(base)
+            reader = load_reader(base, longest)
         return Reader(tokenizer=_adapter_tokenizer(folder, reader.tokenizer), context=reader.context)
     if name == "smollm2":
         return _smollm2(_read)
-    return _read(str(EMBEDDED) if name == "embedded" else name)
+    return _read(str(EMBEDDED) if name == "embedded" else name, longest)
+
+
+def recorded(name: str) -> int | None:
+    """What a checkpoint's rotation was fixed for when it was trained; of an adapter, or else of its base."""
+    folder = Path(name)
+    own = rope.recorded(folder)
+    return recorded(lora.base_name(folder)) if own is None and (folder / lora.ADAPTER).is_file() else own
 
 
 def check_name(name: str) -> None:
@@ -142,10 +179,6 @@ def _say_what_is_ignored(model: transformers.PreTrainedModel) -> None:
         logger.warning("the checkpoint's own sampling defaults (%s) are ignored.", listed)
 
 
-def _context(config: Any) -> int:
-    return getattr(config.get_text_config(), "max_position_embeddings", None) or 1 << 30
-
-
 def _from_adapter(
     folder: Path, dtype: torch.dtype | None
 ) -> tuple[transformers.PreTrainedModel, transformers.PreTrainedTokenizerBase]:
@@ -178,16 +211,9 @@ def _adapter_tokenizer(
 
 
 def _config(name: str) -> Any:
-    """The model's config; a quantised checkpoint is refused: what is trained and sampled from are plain weights."""
+    """The model's config; that of a quantised checkpoint asks for plain weights, or is refused."""
     config = transformers.AutoConfig.from_pretrained(name)
-    quantised = getattr(config, "quantization_config", None)
-    if quantised:
-        given = quantised if isinstance(quantised, dict) else quantised.to_dict()
-        raise UnsupportedModelError(
-            f"model {name!r} is quantised ({given.get('quant_method', 'unknown method')}), but the sampler shares the "
-            "learner's module, whose decode graphs, joined projections and updates in place need plain weights; give "
-            "the unquantised model, with --lora.r 16 if memory is short."
-        )
+    dequantise.ask_for_plain_weights(config, name)
     return config
 
 
@@ -205,10 +231,11 @@ def _smollm2(read: Callable[[str], T]) -> T:
         ) from error
 
 
-def _read(name: str) -> Reader:
+def _read(name: str, longest: int | None = None) -> Reader:
     """Of a folder or a hub name."""
     with _saying_why_not(name):
-        return Reader(context=_context(_config(name)), tokenizer=transformers.AutoTokenizer.from_pretrained(name))
+        context = rope.context(_config(name), longest)
+        return Reader(context=context, tokenizer=transformers.AutoTokenizer.from_pretrained(name))
 
 
 @contextmanager
@@ -245,21 +272,33 @@ def _from_pretrained(
     name: str, dtype: torch.dtype | None
 ) -> tuple[transformers.PreTrainedModel, transformers.PreTrainedTokenizerBase]:
     with _saying_why_not(name):
-        _config(name)
-        loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
-            name, dtype=dtype or "auto", attn_implementation=registered(), output_loading_info=True
-        )
-        model, report = loaded
+        config = _config(name)
+        quantised = getattr(config, "quantization_config", None)
+        how = {"config": config, "dtype": dtype or "auto", "attn_implementation": registered()}
+        with dequantise.cut_blocks(config):
+            if wrappers.is_wrapper(config):
+                model, missing, unused = wrappers.load_text(name, **how)
+            else:
+                loaded: Any = wrappers.causal_lm(config).from_pretrained(name, **how, output_loading_info=True)
+                model, missing = loaded[0], sorted(loaded[1]["missing_keys"])
+                unused = sorted(loaded[1]["unexpected_keys"]) if quantised else []  # scales without weights, say
+        if quantised:
+            dequantise.finish(model, dtype)
         tokenizer = transformers.AutoTokenizer.from_pretrained(name)
-    if report["missing_keys"]:  # transformers would go on with random weights there
-        missing = sorted(report["missing_keys"])
-        raise ValueError(
-            f"model {name!r} lacks {len(missing)} weights, {missing[0]} among them; its files are damaged."
-        )
+    if missing:  # transformers would go on with random weights there
+        raise ValueError(f"model {name!r} lacks {_listed(missing)}; its files are damaged.")
+    if unused:
+        raise ValueError(f"model {name!r} has {_listed(unused)} that its class in transformers does not use.")
     if getattr(model, "_hf_peft_config_loaded", False):
         raise ValueError(f"model {name!r} is an adapter on the hub; download it, and give its folder.")
     _say_what_is_ignored(model)
+    rope.say_if_unclear(model.config)
     return model, tokenizer
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
+    return f"{len(names)} weights, {', '.join(names[:LISTED])}{more}"
 
 
 def weights_digest(model: transformers.PreTrainedModel, *, adapters: bool = True) -> str:

@@ -3,16 +3,19 @@
 
 They are put into the Hugging Face module in place, so sampler and learner share them as they share everything else. B
 starts at 0: before the first update the adapted module is the base. A checkpoint holds the adapters alone, in peft's
-layout; `merge` adds such a folder to the weights of its base.
+layout; `merge` adds such a folder to the weights of its base. Adapters of a wrapper's text model have the names of the
+wrapper's modules: the wrapper is the base that their config names, so peft can put them on it.
 
 An adapter that the sampler alone has is in `sampler_adapter.py`.
 """
 
 from __future__ import annotations
 
+import copy
 import importlib
 import json
 import logging
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,8 +25,9 @@ from typing import Any
 import torch
 import transformers
 from safetensors import SafetensorError
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
+from sparse_rl.model import wrappers
 from sparse_rl.model.probe import has_experts
 from sparse_rl.specs import first_line, refuse_unused
 
@@ -33,6 +37,7 @@ ALL = "all-linear"
 EXPERTS = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 ROUTERS = {"router", "gate", "shared_expert_gate"}  # what transformers calls those of mixtures
 ADAPTER = "adapter_config.json"  # a folder with this file is an adapter's
+WEIGHTS = "adapter_model.safetensors"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +83,7 @@ def add_adapters(model: transformers.PreTrainedModel, config: LoraConfig, seed: 
         torch.manual_seed(seed)
         model.add_adapter(settings)
     model.train(model.training)  # what is new among its parts too
-    model.peft_config["default"].base_model_name_or_path = _lasting_name(model.config.name_or_path)
+    model.peft_config["default"].base_model_name_or_path = wrappers.lasting_name(model.config.name_or_path)
 
 
 def save_model(model: transformers.PreTrainedModel, folder: Path) -> None:
@@ -88,9 +93,14 @@ def save_model(model: transformers.PreTrainedModel, folder: Path) -> None:
         return
     # Not the library's own `save_pretrained`, which asks the hub each time whether the base's vocabulary has changed.
     state = _peft("the model has adapters").get_peft_model_state_dict(model, save_embedding_layers=False)
-    weights = {f"base_model.model.{name}": value.contiguous() for name, value in state.items()}
-    save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-    model.peft_config["default"].save_pretrained(folder)
+    inside, outside = wrappers.prefixes(model)
+    outer = {name: re.sub(f"^{re.escape(inside)}", outside, name) for name in state}
+    weights = {f"base_model.model.{outer[name]}": value.contiguous() for name, value in state.items()}
+    save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
+    settings: Any = copy.copy(model.peft_config["default"])
+    if inside != outside:  # in full, because the vision tower may have projections of the same names
+        settings.target_modules = {name.partition(".lora_")[0] for name in outer.values()}
+    settings.save_pretrained(folder)
 
 
 @contextmanager
@@ -144,17 +154,41 @@ def merge(
     `masters` are parameters by name, of more digits than those in the folder.
     """
     dtype = dtype or model.dtype
-    model.to(torch.promote_types(torch.promote_types(model.dtype, dtype), torch.float32))  # type: ignore[arg-type]
+    _cast(model, torch.promote_types(torch.promote_types(model.dtype, dtype), torch.float32))
     peft = _peft(f"{folder} is an adapter")
     try:
-        adapted = peft.PeftModel.from_pretrained(model, str(folder))
+        adapted = peft.PeftModel.from_pretrained(model, str(folder), **_from_wrapper(model, folder, peft))
     except (OSError, RuntimeError, ValueError, KeyError, SafetensorError) as error:
         raise ValueError(f"the adapter in {folder} does not fit its base model: {first_line(error)}") from error
     for name, parameter in model.named_parameters():
         if masters is not None and ".lora_" in name:
             parameter.copy_(masters[name])
     adapted.merge_and_unload()
-    model.to(dtype).requires_grad_(True)  # type: ignore[arg-type]
+    _cast(model, dtype)
+    model.requires_grad_(True)
+
+
+def _cast(model: torch.nn.Module, dtype: torch.dtype) -> None:
+    """Parameters alone: a rotation's frequencies, which are buffers, need all their digits."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+
+
+def _from_wrapper(model: transformers.PreTrainedModel, folder: Path, peft: Any) -> dict[str, Any]:
+    """How peft reads an adapter of a wrapper into its text model; one of other parts too is refused."""
+    inside, outside = wrappers.prefixes(model)
+    if inside == outside:
+        return {}
+    names = load_file(folder / WEIGHTS)
+    places = {name.removeprefix("base_model.model.").partition(".lora_")[0] for name in names}
+    found = {place: re.sub(f"^{re.escape(outside)}", inside, place) for place in sorted(places)}
+    known = {name for name, _ in model.named_modules()}
+    foreign = [place for place, name in found.items() if name not in known]
+    if foreign:
+        raise ValueError(f"it adapts {len(foreign)} modules outside of the text model, {foreign[0]} among them")
+    config = peft.PeftConfig.from_pretrained(str(folder))
+    config.target_modules = {*found.values()}
+    return {"config": config, "key_mapping": {f"^{re.escape(outside)}": inside}}
 
 
 def _check_target(model: transformers.PreTrainedModel, target: tuple[str, ...]) -> None:
@@ -184,11 +218,6 @@ def _target_modules(model: transformers.PreTrainedModel, target: tuple[str, ...]
     # By their last names, and by those that peft knows the experts' fused projections by.
     names = {name.rpartition(".")[2] for name in linear - routers} | {*EXPERTS}
     return rf".*\.({'|'.join(sorted(names))})"
-
-
-def _lasting_name(name: str | None) -> str | None:
-    """A model's name that means the same from every working folder."""
-    return str(Path(name).resolve()) if name and Path(name).is_dir() else name
 
 
 def _peft(reason: str) -> Any:

@@ -9,12 +9,14 @@ Models of published sizes are in `shapes.py`.
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any
 
 import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from sparse_rl.model import rope
 from sparse_rl.model.attention import registered
 
 WINDOW = 24  # entries a sliding layer sees; small, so that short tests leave the window
@@ -63,6 +65,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 128,
         "first_k_dense_replace": 2,
     },
+    "phi3": {
+        "model_type": "phi3",
+        "original_max_position_embeddings": 64,
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.75,
+            "factor": 128.0,
+            "short_factor": [1.0 + 0.1 * i for i in range(12)],
+            "long_factor": [2.0 + 0.5 * i for i in range(12)],
+        },
+    },
 }
 
 SHAPE: dict[str, Any] = {
@@ -98,7 +112,7 @@ def tiny_config(family: str, **overrides: Any) -> transformers.PreTrainedConfig:
         raise ValueError(f"no tiny model of family {family!r}; choose one of {', '.join(FAMILIES)}.")
     tokenizer = tiny_tokenizer()
     tokens = {name: getattr(tokenizer, name) for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
-    settings = {"vocab_size": len(tokenizer), **tokens, **SHAPE, **FAMILIES[family], **overrides}
+    settings = {"vocab_size": len(tokenizer), **tokens, **SHAPE, **deepcopy(FAMILIES[family]), **overrides}
     return transformers.AutoConfig.for_model(settings.pop("model_type"), **settings)
 
 
@@ -120,4 +134,5 @@ def tiny_model(
             config, dtype=torch.float32, attn_implementation=attn_implementation or registered(), **experts
         )
     placed: transformers.PreTrainedModel = model.to(device=device, dtype=dtype).eval()
+    rope.fix(placed)
     return placed

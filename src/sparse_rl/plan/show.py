@@ -57,6 +57,12 @@ def lines(plan: Plan, command: str = "plan") -> list[str]:
     text.append(f"{'peak':26}{peaks[0]:>10}{peaks[1]:>10}   of {gb(plan.device.memory)}; {STAGES[plan.learning]}")
     for line in plan.in_host_memory:
         text.append(f"{'in host memory':26}{gb(line.bytes):>20}   {line.name}: {line.formula}")
+    shape = size.attention
+    if shape.value_dim != shape.head_dim:
+        text.append(
+            f"latent attention: the cache holds {shape.num_kv_heads} expanded heads of {shape.head_dim} + "
+            f"{shape.value_dim} numbers a layer, {shape.entry_bytes:,} bytes a token in all; latents are not stored"
+        )
     policies = {"dense": Full(), _name(run.kv): run.kv, _name(sparse_policy(run)): sparse_policy(run)}
     policies.pop("dense cache", None)
     fitting = [f"{rows_that_fit(plan.size, run, plan.device, kv):,} {name}" for name, kv in policies.items()]

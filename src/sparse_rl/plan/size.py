@@ -17,6 +17,7 @@ import torch
 import transformers
 
 from sparse_rl.kernels.attention import AttentionCall
+from sparse_rl.model import dequantise, rope, wrappers
 from sparse_rl.model.attention import no_mask, registered
 from sparse_rl.model.dry_run import AttentionShape
 from sparse_rl.model.load import EMBEDDED, check_name
@@ -79,19 +80,30 @@ def model_config(name: str, *, download: bool) -> transformers.PretrainedConfig:
         where = "this folder" if Path(name).exists() else "the hub" if download else "the local cache"
         raise ValueError(f"the configuration of {name!r} is not to be had from {where}: {first_line(error)}") from error
     assert isinstance(config, transformers.PretrainedConfig)
+    dequantise.ask_for_plain_weights(config, name)
     return config
 
 
 def model_size(config: transformers.PretrainedConfig, name: str, dtype: torch.dtype) -> ModelSize:
     """The size of a model with this configuration and dtype."""
+    dequantise.forget(config)
+    wrapped = wrappers.is_wrapper(config)
+    kind: Any = transformers.AutoModelForImageTextToText if wrapped else wrappers.causal_lm(config)
     with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=registered())
+        model = kind.from_config(config, dtype=dtype, attn_implementation=registered())
+    if wrapped:
+        model = wrappers.text_of(model)
+        config = model.config
+    mixture = any(parameter.ndim == 3 for parameter in model.parameters())
+    traced = torch.bfloat16 if mixture else dtype  # experts' grouped products know no other on the meta device
+    rope.fix(model)
     try:
-        layers = decoder_layers(model)
+        layers = decoder_layers(model.to(traced))
         few, many = (_trace(model, layers, tokens) for tokens in PROBES)
     except Exception as error:  # a model that is more than layers of attention
         raise ValueError(f"{type(model).__name__} cannot be sized ({type(error).__name__}: {error}).") from error
-    per_token = {place: -(-(many.saved[place] - few.saved[place]) // (PROBES[1] - PROBES[0])) for place in many.saved}
+    tokens, larger = PROBES[1] - PROBES[0], dtype.itemsize // traced.itemsize
+    per_token = {place: -(-(many.saved[place] - few.saved[place]) * larger // tokens) for place in many.saved}
     inside = [count for place, count in per_token.items() if place is not None]
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     linears: Counter[str] = Counter()
@@ -114,7 +126,7 @@ def model_size(config: transformers.PretrainedConfig, name: str, dtype: torch.dt
         hidden=config.hidden_size,
         intermediate=max(m.out_features for x in layers for m in x.modules() if isinstance(m, torch.nn.Linear)),
         vocabulary=head.weight.shape[0],
-        context=getattr(config, "max_position_embeddings", None) or 1 << 30,
+        context=rope.context(config),
         attention=many.shape(dtype),
         saved_layers=sum(inside),
         saved_layer=max(inside),

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import SafetensorError
 
+from sparse_rl.model import rope
 from sparse_rl.model.load import LoadedModel
 from sparse_rl.model.lora import ADAPTER, save_model
 from sparse_rl.runfolder import UNFINISHED, damage, digests, discard, publish, remove, to_json, unfinished
@@ -57,6 +58,7 @@ def save(
 
     def finish() -> None:
         save_model(loaded.model, temporary)
+        rope.save(rope.fixed_for(loaded.model), temporary)
         loaded.tokenizer.save_pretrained(temporary)
         record = state | {"num_updates": learner.num_updates, "files": digests(temporary)}
         (temporary / STATE).write_text(to_json(record | {"digest": _digest(record)}))

@@ -124,6 +124,12 @@ def longest_prompt(task: Task, config: TrainerConfig) -> int:
     return max(len(prompt.ids) for prompt in prompts)
 
 
+def longest_sequence(task: Task, config: TrainerConfig, sampling: Sampling, num_held_out: int) -> int:
+    """Tokens of the longest sequence that training or evaluation may ask for."""
+    held_out = task.eval if isinstance(task, Rows) else task.held_out(num_held_out)
+    return max([longest_prompt(task, config), *(len(prompt.ids) for prompt in held_out)]) + sampling.max_tokens
+
+
 def check_prompts(task: Task, context: int) -> None:
     """A prompt that leaves no room for an answer is better known now than at some step."""
     for prompt in [*task.train, *task.eval] if isinstance(task, Rows) else []:

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 import transformers
 
-from sparse_rl.model import lora
-from sparse_rl.model.load import load
+from sparse_rl.model import lora, rope, wrappers
+from sparse_rl.model.load import load, recorded
 from sparse_rl.runfolder import publish, remove, unfinished
 from sparse_rl.specs import first_line
 from sparse_rl.train import checkpoint
@@ -28,8 +28,9 @@ def export(folder: Path, output: Path, dtype: torch.dtype | None = None) -> None
     temporary = unfinished(output.with_name(f".{output.name}"))  # a name that nobody gives
     remove(temporary)  # what a kill has left
     try:
-        model.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
+        wrappers.save(model, temporary)
+        rope.save(recorded(str(folder)), temporary)
         publish(temporary, output)
     except checkpoint.FULL_DISK as error:
         reason = first_line(error)
@@ -55,7 +56,7 @@ def _model(
         model = load(lora.base_name(folder), dtype=trained).model
         lora.merge(model, folder, dtype=dtype, masters=masters)
         return model, tokenizer
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    model = wrappers.causal_lm(transformers.AutoConfig.from_pretrained(folder)).from_pretrained(folder, dtype=dtype)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(masters.get(name, parameter))

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from sparse_rl.metrics import RunLog, read_log
+from sparse_rl.model import rope
 from sparse_rl.model.load import LoadedModel
 from sparse_rl.runfolder import command, provenance, write_json
 from sparse_rl.train import checkpoint
@@ -99,6 +100,19 @@ def chosen_state(config: RunConfig, optimizer_kind: str) -> tuple[Path | None, d
             "state the other cannot read; resume with that."
         )
     return folder, state
+
+
+def fit_rotation(loaded: LoadedModel, config: RunConfig, longest: int) -> None:
+    """Fix the model's rotation for sequences of up to `longest` tokens, or as it is in the run that is resumed."""
+    settings = recorded(Path(config.output_dir)).get("config", {}) if config.resume_from_checkpoint else {}
+    rope.fix(loaded.model, settings.get("longest") or longest)
+    if longest > loaded.context and "longest" in settings:
+        logger.warning(
+            "sequences may have %d tokens, but the run was started for %d, and they end there; start another run from "
+            "its checkpoint for longer ones.",
+            longest,
+            loaded.context,
+        )
 
 
 def start_record(run: Path, settings: dict[str, Any], loaded: LoadedModel, num_processes: int = 1) -> None:

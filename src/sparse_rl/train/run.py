@@ -209,6 +209,11 @@ class Run:
                 f"{folder} has adapters for other weights than those of {settings['model']}; give the model that they "
                 "were trained on."
             )
+        if (longest := state["settings"].get("longest")) != settings.get("longest"):
+            raise ValueError(
+                f"{folder} was trained with its rotation fixed for {longest} tokens, and the model's is fixed for "
+                f"{settings.get('longest')}; load the model with longest={longest}."
+            )
         self.processes.together(lambda: checkpoint.restore(folder, self.learner, state["num_updates"], self.distiller))
         changed = differences(state["settings"], settings, NO_DIFFERENCE)
         if changed:

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from sparse_rl.model import rope
 from sparse_rl.model.load import LoadedModel, stop_ids
 from sparse_rl.score.head import Head
 from sparse_rl.score.pack import Microbatch, Packable, pack
@@ -191,6 +192,7 @@ class SFTTrainer:
         """Every setting of the run, as run.json and the checkpoints have them."""
         return {
             "model": self.loaded.model.config.name_or_path,
+            **rope.settings(self.loaded.model),
             "dtype": str(self.loaded.model.dtype).removeprefix("torch."),
             "device": self.loaded.device,
             "data": self.data.settings,

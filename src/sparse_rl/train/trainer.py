@@ -23,6 +23,7 @@ import torch
 
 from sparse_rl.evaluate import EvalConfig, digest_of, summary
 from sparse_rl.kv import EvictPolicy, Full, KVPolicy, policy_record
+from sparse_rl.model import rope
 from sparse_rl.model.load import LoadedModel
 from sparse_rl.model.lora import LoraConfig, add_adapters
 from sparse_rl.objective.advantage import advantages
@@ -315,6 +316,7 @@ class Trainer:
         """Every setting of the run, as run.json and the checkpoints have them."""
         return {
             "model": self.loaded.model.config.name_or_path,
+            **rope.settings(self.loaded.model),
             "dtype": str(self.loaded.model.dtype).removeprefix("torch."),
             "device": self.loaded.model.device.type if self.processes.grouped else self.loaded.device,
             "task": task_settings(self.task),
