@@ -16,6 +16,7 @@ import json
 import re
 import runpy
 import sys
+import textwrap
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -67,7 +68,8 @@ def models_by_mechanism() -> str:
 
 
 def models_that_work() -> str:
-    return table(("types",), ((cells,) for cells in _grouped(lambda verdict: verdict == "works").values()))
+    (cells,) = _grouped(lambda verdict: verdict == "works").values()
+    return textwrap.fill(cells, 130, break_on_hyphens=False, break_long_words=False)
 
 
 def models_refused() -> str:

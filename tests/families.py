@@ -200,7 +200,7 @@ def left_out(model_type: str) -> str | None:
     if model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES:
         return "encoders"
     if {"text_config", "decoder"} & {*kind.sub_configs}:
-        return "wrappers, whose text models are types of their own"
+        return "wrappers of several models"
     return None if kind.model_type == model_type else "second names"
 
 
