@@ -20,13 +20,14 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from sparse_rl.evaluate import EvalConfig
 from sparse_rl.kv import RKV
-from sparse_rl.metrics import RunLog, read_log
+from sparse_rl.metrics import read_log
 from sparse_rl.model.dry_run import dry_run
 from sparse_rl.model.load import LoadedModel, load
 from sparse_rl.objective.correction import Correction
 from sparse_rl.rollout import EngineConfig, Sampling
 from sparse_rl.tasks import Chain, Rewards
 from sparse_rl.train import OptimizerConfig, Trainer, TrainerConfig, UpdateConfig, checkpoint
+from sparse_rl.train.log import RunLog
 
 
 def digits(completions, **_):
@@ -59,7 +60,7 @@ POINTS = {  # where a run can be killed: something it calls there
     "rollout": "sparse_rl.rollout.loop.Loop.decode",
     "update": "sparse_rl.train.update.policy_loss",
     "publish": "sparse_rl.train.master.MasterWeights.publish",
-    "log": "sparse_rl.metrics.RunLog.write",
+    "log": "sparse_rl.train.log.RunLog.write",
     "save": "sparse_rl.runfolder._to_disk",
     "prune": "sparse_rl.runfolder.remove",
 }

@@ -284,6 +284,14 @@ def test_bad_prompt_files(content, message, tmp_path):
     assert code == 2 and message in err
 
 
+@pytest.mark.parametrize("setting", ["max_tokens", "temperature", "n", "seed", "stop"])
+def test_rows_with_settings_of_their_own_are_refused(setting, tmp_path):
+    rows = [{"prompt": "a", "answer": "of other use"}, {"prompt": "b", setting: 1}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    said = f"line 2 of {tmp_path / 'a.jsonl'} has its own {setting}, but all prompts of a call share their settings"
+    assert_one_sentence(run(*TINY, "--prompts", str(tmp_path / "a.jsonl")), said, f"--sampling.{setting}")
+
+
 def test_prompts_with_unusual_characters(tmp_path):
     """A byte-order mark, CRLF, separators that are no newline, brackets that rich would read as markup."""
     (tmp_path / "a.txt").write_bytes('\ufeff{"prompt": "a\u2028b"}\r\n{"prompt": "c"}\r\n'.encode())

@@ -3,15 +3,13 @@
 
 from __future__ import annotations
 
-import json
-import math
 import time
 
 import pytest
 from small_run import small_trainer
 from small_sft import small_sft
 
-from sparse_rl.metrics import METRICS, RunLog, Timer, definition, read_log
+from sparse_rl.metrics import METRICS, Timer, definition, read_log
 from sparse_rl.objective.loss import LossConfig
 from sparse_rl.train import ControlConfig
 from sparse_rl.train.distill import DistillConfig
@@ -76,21 +74,6 @@ def test_reward_functions_of_any_name_are_defined():
     assert definition("rewards/<lambda>/mean") and definition("rewards/my.judge (v2)/std")
 
 
-def test_lines_are_on_disk_at_once_and_what_json_does_not_know_is_null(tmp_path):
-    log = RunLog(tmp_path)
-    log.write(
-        "metrics.jsonl", {"a": math.nan, "b": math.inf, "c": -math.inf, "d": 1.5, "e": "nan", "f": [None, math.nan]}
-    )
-    text = (tmp_path / "metrics.jsonl").read_text()
-    json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
-    assert read_log(tmp_path / "metrics.jsonl") == [
-        {"a": None, "b": None, "c": None, "d": 1.5, "e": "nan", "f": [None, None]}
-    ]
-    log.write("metrics.jsonl", {"text": "two\nlines\u2028"})
-    assert read_log(tmp_path / "metrics.jsonl")[1] == {"text": "two\nlines\u2028"}
-    log.close()
-
-
 def test_a_half_written_last_line_is_left_out(tmp_path):
     path = tmp_path / "metrics.jsonl"
     for content, expected in (
@@ -102,44 +85,6 @@ def test_a_half_written_last_line_is_left_out(tmp_path):
     ):
         path.write_bytes(content)
         assert [line["step"] for line in read_log(path)] == expected
-
-
-def test_logs_are_cut_back_to_the_sizes_of_a_checkpoint(tmp_path):
-    log = RunLog(tmp_path)
-    for name in RunLog.FILES:
-        log.write(name, {"step": 1})
-    sizes = log.written()
-    assert sizes == {name: len(b'{"step": 1}\n') for name in RunLog.FILES}
-    log.write("metrics.jsonl", {"step": 2})
-    log.write("rejected.jsonl", {"step": 2})
-    log.close()
-    with (tmp_path / "metrics.jsonl").open("ab") as file:
-        file.write(b'{"half a li')
-    log = RunLog(tmp_path, sizes)
-    assert all((tmp_path / name).read_bytes() == b'{"step": 1}\n' for name in RunLog.FILES)
-    log.write("metrics.jsonl", {"step": 3})
-    log.close()
-    assert [line["step"] for line in read_log(tmp_path / "metrics.jsonl")] == [1, 3]
-
-
-def test_without_sizes_a_log_starts_anew(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
-    RunLog(tmp_path).close()
-    assert all((tmp_path / name).read_bytes() == b"" for name in RunLog.FILES)
-
-
-def test_a_log_that_has_lost_lines_goes_on_after_its_last_whole_one(tmp_path, caplog):
-    """Somebody cut or removed it; what is left of it stays, and so do the weights."""
-    (tmp_path / "metrics.jsonl").write_text("0123456789")
-    (tmp_path / "completions.jsonl").write_text('{"a": 1}\n{"b"')
-    log = RunLog(tmp_path, {"metrics.jsonl": 5, "completions.jsonl": 99, "rejected.jsonl": 7})
-    log.write("completions.jsonl", {"c": 2})
-    log.close()
-    assert (tmp_path / "metrics.jsonl").read_text() == "01234"
-    assert read_log(tmp_path / "completions.jsonl") == [{"a": 1}, {"c": 2}]
-    assert (tmp_path / "rejected.jsonl").read_bytes() == b""
-    lost = [record.args[0].name for record in caplog.records if "has lost lines" in record.message]
-    assert lost == ["completions.jsonl", "rejected.jsonl"]
 
 
 def test_the_timer_adds_up_by_stage_even_where_a_stage_fails():

@@ -221,8 +221,9 @@ def test_a_dry_run_of_several_processes_plans_for_all(monkeypatch):
 )
 def test_a_dry_run_without_a_plan_says_why(arguments, reason):
     code, out, err = run("train", *arguments, "--dry-run")
-    last = out.splitlines()[-1]
-    assert (code, err) == (0, "") and last.startswith(f"# no plan: {reason}") and "trainer" in yaml.safe_load(out)
+    *_, no_plan, not_checked = out.splitlines()
+    assert (code, err) == (0, "") and no_plan.startswith(f"# no plan: {reason}") and "trainer" in yaml.safe_load(out)
+    assert not_checked.startswith("# not checked ") and reason in not_checked
 
 
 def test_training_warns_before_it_loads_what_will_not_fit(monkeypatch, caplog):

@@ -11,7 +11,7 @@ from typing import Literal
 
 import pytest
 
-from sparse_rl.specs import build, refuse_unused, renamed
+from sparse_rl.specs import LONGEST, build, refuse_unused, renamed, shortened
 
 
 @dataclass(frozen=True)
@@ -123,3 +123,17 @@ def test_a_setting_that_nothing_reads_is_refused_unless_it_is_the_default(name, 
 def test_a_setting_has_the_name_that_its_reader_knows(name, said):
     with pytest.raises(ValueError, match=f"^{re.escape(said)}$"), renamed("kv", name):
         raise ValueError("kv.top_p is 2 (kv.top_k, too); not of a/kv.top_p or 'kv.top_p'")
+
+
+@pytest.mark.parametrize("form", ["{}", "'{}'", '"{}"', "[{}]", "{{{}}}", "task.train_file={}"])
+@pytest.mark.parametrize("text", ["w", "a b "])
+def test_long_values_of_an_error_are_cut(form, text):
+    if text == "a b " and "{}" in (form, form[-2:]):
+        return  # nobody can tell where it ends
+    before, after = "the model's own setting is ", ", which isn't one; it's to be another, the user's"
+    long, short = form.format(text * 5000), form.format("value"[: LONGEST // 40])
+    found = shortened(before + long + after)
+    assert found.startswith(before + long[:100]) and found.endswith(after) and len(found) < LONGEST + 60 + len(after)
+    assert shortened(before + short + after) == before + short + after
+    prose = "the model's words " * 40 + "aren't a value"
+    assert shortened(prose) == prose

@@ -4,9 +4,12 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
-from commands import assert_one_sentence, changes, flat, resolved, train
+import yaml
+from commands import CHAIN as CHAIN_FLAGS
+from commands import SPARSE, assert_one_sentence, changes, contents, flags, flat, resolved, train
 
 from sparse_rl.cli.recipes import read_configs, recipes
 
@@ -37,15 +40,95 @@ from sparse_rl.cli.recipes import read_configs, recipes
 )
 @pytest.mark.some(4)
 def test_a_dry_run_prints_a_file_that_gives_the_same_settings(arguments, config):
+    """Which it refuses as a run would, once they are printed."""
     code, out, err = train(*arguments, "--dry-run")
-    assert (code, err) == (0, "")
-    assert train("--config", config(out), "--dry-run") == (0, out, "")
+    assert (code, err) == (0, "") or (code == 2 and len(err.splitlines()) == 1)
+    assert train("--config", config(out), "--dry-run") == (code, out, err)
 
 
 def test_a_dry_run_touches_nothing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    train("--trainer.output_dir", "run", "--model", "no/such/model", "--sampling.n", "2", "--dry-run")
+    for model, said in (("no/such/model", "# not checked with the model and its data: "), ("embedded", "# fits")):
+        code, out, err = train("--trainer.output_dir", "run", "--model", model, "--sampling.n", "2", "--dry-run")
+        assert (code, err) == (0, "") and out.splitlines()[-1].startswith(said)
     assert list(tmp_path.iterdir()) == []
+
+
+ROWS = ["--task.train_file", "rows.jsonl", "--task.rewards", "rewards.py:reward"]
+POOL = ["--sampling.max_tokens", "300", "--engine.page_size", "16"]
+REFUSED = {
+    "task": (["--model", "tiny"], "the task chain is written in the embedded model's tokens"),
+    "tracker": (["--trainer.report_to", "nonsense"], "trainer.report_to 'nonsense' cannot be used"),
+    "pool": ([*POOL, "--engine.pool_pages", "3"], "the pool has 3 pages"),
+    "pool of bytes": ([*POOL, "--engine.pool_bytes", "9000"], "the pool has 0 pages"),
+    "pool of the sparse cache": (
+        [*POOL, *flags(kv=SPARSE | {"budget": 64}), "--eval.prompts", "0", "--engine.pool_pages", "3"],
+        "the pool has 3 pages",
+    ),
+    "a row that is too long for the pool": (
+        [*ROWS, "--sampling.max_tokens", "9", "--engine.page_size", "16", "--engine.pool_pages", "4"],
+        "or shorten the prompt",
+    ),
+    "samples": ([*ROWS, "--trainer.prompts_per_step", "99999", "--sampling.n", "99"], "are over 4194304 samples"),
+    "no such file": (["--task.train_file", "none.jsonl", "--task.rewards", "exact"], "none.jsonl: No such file"),
+    "no such reward": ([*ROWS[:-1], "rewards.py:rewards"], "has no function 'rewards' (did you mean 'reward'?)"),
+    "a column": ([*ROWS[:-1], "math"], "has no right answer"),
+    "adapters": (["--lora.r", "4", "--lora.target", "nowhere"], "lora.target has 'nowhere'"),
+    "offload": (["--optimizer.offload", "true"], "optimizer.offload needs a GPU"),
+    "end tokens": (["--sampling.stop_ids", "[9999]"], "sampling.stop_ids has 9999"),
+    "no run": (["--trainer.resume_from_checkpoint", "true"], "there is no run to resume in run"),
+    "a folder": (["--trainer.output_dir", "rows.jsonl"], "which is a file; name a folder"),
+    "a model": (["--model", "embeded"], "did you mean 'embedded'?"),
+    "a model's folder": (["--model", "."], "is not a Hugging Face model folder"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.some(8)
+def test_a_dry_run_refuses_what_the_run_refuses(case, tmp_path, monkeypatch):
+    """In the same words, and behind the settings."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a=b1;a|"}\n' + json.dumps({"prompt": "a" * 99}) + "\n")
+    (tmp_path / "rewards.py").write_text("def reward(completions, **_):\n    return [0.0] * len(completions)\n")
+    given, said = REFUSED[case]
+    arguments = ["--model", "embedded", "--trainer.output_dir", "run", *given]
+    before = sorted(tmp_path.iterdir())
+    code, out, err = train(*arguments, "--dry-run")
+    assert code == 2 and "trainer" in yaml.safe_load(out) and sorted(tmp_path.iterdir())[: len(before)] == before
+    assert said in err and not (tmp_path / "run").exists()
+    real = train(*arguments)
+    assert (real[0], real[2].splitlines()[-1]) == (code, err.splitlines()[-1])
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ["--lora.r", "4", "--dtype", "bfloat16"],
+        ["--distill.r", "2", "--distill.merged", "true", "--kv.policy", "rkv", "--kv.budget", "32"],
+        ["--loss.beta", "0.1", "--trainer.advantage", "remax"],
+        ["--kv.policy", "rkv", "--kv.budget", "auto"],
+        ["--optimizer.kind", "adamw_8bit"],
+    ],
+    ids=" ".join,
+)
+def test_a_dry_run_takes_what_the_run_takes(given, tmp_path):
+    pytest.importorskip("torchao" if "adamw_8bit" in given else "peft" if "--lora.r" in given else "torch")
+    code, out, err = train("--model", "embedded", "--trainer.output_dir", str(tmp_path / "run"), *given, "--dry-run")
+    assert code == 0 and "not checked" not in out, err
+
+
+def test_a_dry_run_goes_on_with_a_run_as_the_run_would(tmp_path):
+    run = tmp_path / "run"
+    arguments = [*CHAIN_FLAGS, "--model", "embedded", "--trainer.output_dir", str(run)]
+    assert train(*arguments, "--trainer.steps", "1")[0] == 0
+    before = contents(run)
+    assert train(*arguments, "--dry-run")[2].startswith(f"sparse-rl: error: {run} has a run in it (run.json)")
+    resumed = ["--trainer.output_dir", str(run), "--trainer.resume_from_checkpoint", "true", "--dry-run"]
+    assert train(*resumed)[::2] == (0, "")
+    (run / "checkpoint-1" / "config.json").write_text("{}")
+    assert "config.json is not what was written" in train(*resumed)[2]
+    assert contents(run) == before | {Path("checkpoint-1/config.json"): b"{}"}
 
 
 @pytest.mark.parametrize("recipe", recipes("train"))

@@ -1,24 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every metric with its definition, the files they are written to, and the timer.
+"""Every metric with its definition, and the timer.
 
 Names are TRL's where the meaning is TRL's and verl's `rollout_corr/*` where it is verl's. A stage returns its numbers
-as a dict; `RunLog` is the one place that writes them.
+as a dict; `RunLog` of train/log.py is the one place that writes them.
 """
 
 from __future__ import annotations
 
 import json
-import logging
 import math
-import os
 import re
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
-
-logger = logging.getLogger(__name__)
+from typing import Any
 
 # {NAME} stands for a reward function's name, {CACHE} for "dense" or "sparse", {BIN} for the context length, prompt
 # included, from which on a token is counted, up to the next bin (control.bin).
@@ -160,63 +156,6 @@ def definition(name: str) -> str | None:
         if re.fullmatch(expression, name):
             return text
     return None
-
-
-class RunLog:
-    """JSONL files of a run folder, appended line by line, cut back to where a checkpoint knew them to be."""
-
-    FILES = ("metrics.jsonl", "completions.jsonl", "rejected.jsonl")
-
-    def __init__(self, folder: Path, sizes: dict[str, int] | None = None, names: tuple[str, ...] = FILES) -> None:
-        self.files: dict[str, IO[bytes]] = {}
-        for name in names:
-            path, size = folder / name, (sizes or {}).get(name, 0)
-            file = open(path, "ab")  # noqa: SIM115 - closed by close()
-            if file.tell() < size:
-                logger.warning("%s has lost lines of steps that were taken; the run goes on without them.", path)
-                size = path.read_bytes().rfind(b"\n") + 1
-            file.truncate(size)  # lines of steps that will be taken again
-            self.files[name] = file
-
-    def write(self, name: str, record: dict[str, Any]) -> None:
-        """One line; a number that JSON does not know becomes null."""
-        line = json.dumps(finite(record), allow_nan=False)
-        try:
-            self.files[name].write(line.encode() + b"\n")
-            self.files[name].flush()
-        except OSError as error:
-            raise _full(self.files[name], error) from error
-
-    def sync(self) -> None:
-        """Bring all that was written to disk."""
-        for file in self.files.values():
-            try:
-                os.fsync(file.fileno())
-            except OSError as error:  # some file systems find only now that there is no room
-                raise _full(file, error) from error
-
-    def written(self) -> dict[str, int]:
-        """Bytes of each file, on disk or on the way, for a checkpoint."""
-        return {name: os.fstat(file.fileno()).st_size for name, file in self.files.items()}
-
-    def close(self) -> None:
-        for file in self.files.values():
-            with suppress(OSError):  # what a full disk did not take
-                file.close()
-
-
-class NoLog(RunLog):
-    """For a process that writes nothing, since another does."""
-
-    def __init__(self) -> None:
-        self.files = {}
-
-    def write(self, name: str, record: dict[str, Any]) -> None:
-        pass
-
-
-def _full(file: IO[bytes], error: OSError) -> OSError:
-    return OSError(f"{file.name} could not be written ({error.strerror}); make room on the disk, then resume.")
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:

@@ -4,7 +4,7 @@
 A file is written beside its place and renamed. So is a folder: it is filled under the name of `unfinished`, brought to
 disk and renamed by `publish`, so one without that suffix is whole; `digests` say later whether it still is.
 
-What else a run's folder has is in train/folder.py and train/checkpoint.py; its logs are written in metrics.py.
+What else a run's folder has is in train/folder.py and train/checkpoint.py; its logs are written in train/log.py.
 """
 
 from __future__ import annotations
@@ -47,6 +47,14 @@ def lock(folder: Path, doing: str = "training") -> IO[str]:
         file.close()
         raise ValueError(f"{folder} is on a file system without locks ({error}); give a folder on another.") from error
     return file
+
+
+def is_at(file: IO[Any], path: Path) -> bool:
+    """Whether an open file is still the one at the path; it may have been deleted, moved or replaced."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except OSError:
+        return False
 
 
 def check_folder(folder: Path, record: str, what: str, *, resume: bool) -> bool:
@@ -130,6 +138,16 @@ def to_json(record: Any) -> str:
     return json.dumps(finite(record), indent=1, allow_nan=False) + "\n"
 
 
+def sealed(record: dict[str, Any]) -> dict[str, Any]:
+    """The record with the hash of all else that it says."""
+    return record | {"digest": record_digest(record)}
+
+
+def record_digest(record: dict[str, Any]) -> str:
+    said = to_json({key: value for key, value in record.items() if key != "digest"})
+    return hashlib.sha256(said.encode()).hexdigest()
+
+
 def as_settings(settings: dict[str, Any]) -> dict[str, Any]:
     """Settings as one who reads a record finds them: infinite ones as the text .inf, which flags and YAML take too."""
     found: dict[str, Any] = json.loads(json.dumps(finite(settings, lambda number: IN_YAML[str(number)])))
@@ -152,6 +170,8 @@ def write_whole(path: Path, content: str | bytes | memoryview, remedy: str = MAK
     except OSError as error:
         with suppress(OSError):
             part.unlink()
+        if isinstance(error, FileNotFoundError) and remedy == MAKE_ROOM:
+            remedy = f"{place.parent} was deleted; start again"
         raise OSError(f"{path} could not be written ({error.strerror}); {remedy}.") from error
 
 

@@ -25,6 +25,8 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
 
+LONGEST = 200  # characters of a value in an error
+VALUES = re.compile(r"""(?<!\w)'[^']{200,}'(?!\w)|(?<!\w)"[^"]{200,}"(?!\w)|\[[^\]]{200,}\]|\{[^}]{200,}\}|\S{201,}""")
 SECTION = re.compile(r"^[a-z]+\.(?=\w+ is )")  # "kv.budget is 1" says where the setting stands in a config
 
 
@@ -161,6 +163,16 @@ def suggestion(word: str, known: Iterable[str]) -> str:
     """(did you mean 'rkv'?), if something known is like the word."""
     close = get_close_matches(word, list(known), n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def cut(text: str) -> str:
+    """A text of others, its middle left out if it is long."""
+    return text if len(text) <= LONGEST else f"{text[: LONGEST - 53]}...{text[-50:]}"
+
+
+def shortened(message: str) -> str:
+    """A message with its long values cut: what is quoted, in brackets, or without a space."""
+    return VALUES.sub(lambda found: cut(found[0]), message)
 
 
 def first_line(error: BaseException) -> str:

@@ -12,6 +12,7 @@ import pytest
 from sparse_rl.evaluate.plan import Cell
 from sparse_rl.evaluate.record import cell_folders
 from sparse_rl.evaluate.store import Store
+from sparse_rl.runfolder import write_whole
 
 TIMES = {"generate_s": 1.5, "capture_s": 0.25}
 
@@ -102,3 +103,34 @@ def test_every_cell_has_a_folder_of_its_own():
     folders = cell_folders(cells)
     assert len({folder.lower() for folder in folders.values()}) == len(cells)
     assert all(len(folder.split("/")) == 3 and ".." not in folder.split("/") for folder in folders.values())
+
+
+@pytest.mark.parametrize("name", ["samples.jsonl", "blocks.jsonl"])
+@pytest.mark.parametrize("harm", ["deleted", "cut", "longer", "folder"])
+def test_what_is_deleted_or_changed_under_an_evaluation_is_noticed_and_made_anew(tmp_path, name, harm):
+    folder = tmp_path / "cell"
+    store = Store(folder)
+    store.append(0, 2, [{"tokens": 3}] * 2, **TIMES)
+    path = folder / name
+    if harm == "folder":
+        shutil.rmtree(folder)
+    elif harm == "deleted":
+        path.unlink()
+    else:
+        path.write_bytes(path.read_bytes()[:-3] if harm == "cut" else path.read_bytes() + b"x")
+    if name == "samples.jsonl" or harm == "folder":
+        with pytest.raises(ValueError, match="was deleted or changed under the evaluation"):
+            store.read()
+    with pytest.raises(
+        ValueError, match=r"was deleted or changed under the evaluation: .* start it again with --resume"
+    ):
+        store.append(2, 3, [{"tokens": 3}], **TIMES)
+    again = Store(folder)
+    assert again.done == (2 if harm == "longer" or again.blocks else 0)
+    again.append(again.done, again.done + 1, [{"tokens": 3}], **TIMES)
+    assert len(Store(folder).read()) == (3 if again.done == 3 else 1)
+
+
+def test_a_folder_that_is_gone_asks_for_no_room(tmp_path):
+    with pytest.raises(OSError, match=r"\(No such file or directory\); .*gone was deleted; start again"):
+        write_whole(tmp_path / "gone" / "record.json", "{}")

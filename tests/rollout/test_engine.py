@@ -15,6 +15,7 @@ from small_engine import engine
 
 from sparse_rl.kv import RKV, Full, PagesMean
 from sparse_rl.rollout import EngineConfig, Sampling, loop
+from sparse_rl.rollout.memory import GuardedEngine, Memory
 from sparse_rl.rollout.rows import Drawn, Fetch
 from sparse_rl.rollout.sequence import Sequence
 
@@ -169,6 +170,14 @@ def test_bad_engine_settings_are_named(settings, message):
 def test_one_string_is_not_a_list_of_prompts(tiny):
     with pytest.raises(ValueError, match="give a list"):
         engine(tiny()).generate("Once")
+
+
+@pytest.mark.parametrize("sampling", [[Sampling(), Sampling()], [], {"max_tokens": 3}], ids=["list", "empty", "dict"])
+def test_a_call_has_one_sampling(sampling, tiny):
+    loaded = tiny()
+    for made in (engine(loaded), GuardedEngine(loaded, Full(), EngineConfig(), Memory(), "rollout")):
+        with pytest.raises(ValueError, match=rf"sampling is a {type(sampling).__name__}, but .* share one Sampling"):
+            made.generate([[1], [2]], sampling)
 
 
 def test_inference_mode_leaves_nothing_behind(tiny, prompts):

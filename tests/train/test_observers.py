@@ -95,3 +95,19 @@ def test_transformers_callbacks_see_the_run(tmp_path):
         ("begin", str(run), 1), ("log", 0, None), ("evaluate", 0, "eval/dense/clipped_ratio"),
         ("log", 1, reward), ("evaluate", 1, "eval/dense/clipped_ratio"), ("save", 1), ("end",),
     ]  # fmt: skip
+
+
+def test_a_callback_that_raises_is_named_and_the_last_step_is_saved(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+
+    class Tracker(transformers.TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            raise ConnectionError("no server there")
+
+    observers = (Callbacks(callbacks=(Tracker(),)),)
+    with pytest.raises(
+        ValueError, match=r"the callback Tracker raised ConnectionError in on_step_end: no server there;"
+    ):
+        small_trainer(tmp_path / "run", steps=2, observers=observers).train()
+    assert (tmp_path / "run" / "checkpoint-1").is_dir()

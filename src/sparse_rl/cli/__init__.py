@@ -80,7 +80,9 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def fail(message: str, code: int = 2) -> None:
+    from sparse_rl.specs import shortened
+
     rank = os.environ.get("RANK", "0")  # torchrun's
     who = "" if rank == "0" else f"process {rank}: "
-    print(f"sparse-rl: error: {who}{message}", file=sys.stderr)
+    print(f"sparse-rl: error: {who}{shortened(message)}", file=sys.stderr)
     sys.exit(code)

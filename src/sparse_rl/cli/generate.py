@@ -10,6 +10,7 @@ import json
 import math
 import re
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,12 +23,13 @@ if TYPE_CHECKING:
 
     from sparse_rl.model.load import LoadedModel
     from sparse_rl.report.progress import ProgressLine
+    from sparse_rl.tasks.files import Row
     from sparse_rl.types import Prompt, Rollout
 
 DESCRIPTION = """Sample from a model whose KV cache is compressed while it decodes; one JSON line a sample.
 
 Prompts come from the arguments, from --prompts FILE (a text file with one prompt a line, or JSONL with a key "prompt"
-that is a string or a list of chat messages), or from standard input.
+that is a string or a list of chat messages), or from standard input. All of them share the sampling settings.
 
   sparse-rl generate "Once upon a time" --kv.policy rkv --kv.budget 32 --kv.interval 8 --compare
   sparse-rl generate "c=a7;a=b2;b=c0;a|" --model embedded --kv.policy rkv --kv.budget 64 --kv.interval 16
@@ -107,7 +109,6 @@ def _check_command(settings: Namespace) -> None:
 def _read_prompts(settings: Namespace) -> list[Any]:
     """Strings or lists of chat messages, from the arguments, a file or standard input."""
     from sparse_rl.tasks.files import parse_lines, read_text
-    from sparse_rl.tasks.layouts import LAYOUTS
 
     if settings.prompt:
         if settings.prompts:
@@ -126,7 +127,21 @@ def _read_prompts(settings: Namespace) -> list[Any]:
         raise ValueError(f"{name} has no prompts; write one a line.")
     if not (name.endswith(".jsonl") or re.match(r'\s*\{\s*("|$)', lines[0])):
         return lines
-    return [LAYOUTS["trl"].split(row)[0] for row in parse_lines(text, name)]
+    return [_prompt_of(row) for row in parse_lines(text, name)]
+
+
+def _prompt_of(row: Row) -> str | list[Any]:
+    """A row's prompt; settings of its own, which nothing would read, are refused."""
+    from sparse_rl.rollout import Sampling
+    from sparse_rl.tasks.layouts import LAYOUTS
+
+    own = next((key for key in row.columns if key in {field.name for field in fields(Sampling)}), None)
+    if own is not None:
+        raise ValueError(
+            f"{row.where} has its own {own}, but all prompts of a call share their settings; remove it, give "
+            f"--sampling.{own}, and make a call for each value."
+        )
+    return LAYOUTS["trl"].split(row)[0]
 
 
 def _prompt(row: Any, index: int, loaded: LoadedModel) -> Prompt:

@@ -19,6 +19,7 @@ import yaml
 from jsonargparse import ActionYesNo, ArgumentParser, DefaultHelpFormatter, Namespace
 
 from sparse_rl.config import add_section, build_section, field_texts, flag_type, suggest
+from sparse_rl.specs import shortened
 
 if TYPE_CHECKING:
     import torch
@@ -185,7 +186,15 @@ def show_warnings(level: int = logging.WARNING) -> None:
     """The package's warnings on standard error, in the form of its other lines there."""
     handler = logging.StreamHandler(sys.stderr)
     handler.addFilter(lambda record: not record.name.startswith("huggingface_hub"))  # which prints its own
-    logging.basicConfig(format="sparse-rl: %(levelname)s: %(message)s", level=level, handlers=[handler])
+    handler.setFormatter(Shortened("sparse-rl: %(levelname)s: %(message)s"))
+    logging.basicConfig(level=level, handlers=[handler])
+
+
+class Shortened(logging.Formatter):
+    """Cuts long values, as errors do."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's own
+        return shortened(super().formatMessage(record))
 
 
 def quiet_bars() -> None:

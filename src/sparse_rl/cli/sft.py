@@ -15,6 +15,8 @@ from sparse_rl.cli.resume import check_paths, named, own_settings
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser
 
+    from sparse_rl.model.load import LoadedModel
+
 DESCRIPTION = """Teach a model completions to imitate: a warm start for training with rewards.
 
 Each row of the data is one JSON object, {"prompt": string or chat messages, "completion": string}. Chats go through the
@@ -52,24 +54,31 @@ def run(arguments: list[str]) -> None:
         check_folder(config, "data")  # whose data are then those
     data = build_section(ExamplesConfig, "data", settings["data"])
     optimizer = build_section(OptimizerConfig, "optimizer", settings["optimizer"])
+    from sparse_rl.report.live import SupervisedLive
+
+    def trainer_of(loaded: LoadedModel) -> SFTTrainer:
+        examples = data.build(loaded.tokenizer, end_ids(loaded), loaded.context)
+        fit_rotation(loaded, config, max(example.num_tokens for example in (*examples.train, *examples.eval)))
+        return SFTTrainer(loaded, examples, config=config, optimizer=optimizer, observers=(SupervisedLive(),))
+
     if settings.dry_run:
+        from sparse_rl.cli.dry_run import check
+
         sections: dict[str, Any] = {key: settings[key] for key in ("model", "dtype", "device")}
         sections |= {"trainer": asdict(config), "data": asdict(data), "optimizer": asdict(optimizer)}
-        print(to_yaml(sections), end="")
+        print(to_yaml(sections), end="", flush=True)
+        check_folder(config, "data")
+        for line in check(settings.model, settings.dtype, settings.device, trainer_of):
+            print(line)
         return
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         if os.environ.get("RANK", "0") != "0":
             sys.exit(2)  # the first process says it
         raise ValueError("sparse-rl sft runs in one process; start it without torchrun.")
-    from sparse_rl.report.live import SupervisedLive
-
     show_warnings()
     check_folder(config, "data")
     quiet_bars()
-    loaded = load(settings.model, dtype=dtype, device=settings.device)
-    examples = data.build(loaded.tokenizer, end_ids(loaded), loaded.context)
-    fit_rotation(loaded, config, max(example.num_tokens for example in (*examples.train, *examples.eval)))
-    trainer = SFTTrainer(loaded, examples, config=config, optimizer=optimizer, observers=(SupervisedLive(),))
+    trainer = trainer_of(load(settings.model, dtype=dtype, device=settings.device))
     trainer.train()
     if (newest := trainer.run.newest) is not None:
         model, other = newest
@@ -88,7 +97,9 @@ def _parser() -> ArgumentParser:
     parser = make_parser("sft", DESCRIPTION)
     add_config(parser)
     add_model(parser, default="smollm2")
-    parser.add_argument("--dry-run", action="store_true", help="print all settings as YAML, and stop")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print all settings as YAML, refuse what the run would, and stop"
+    )
     add_section(parser, "trainer", SFTConfig)
     add_section(parser, "data", ExamplesConfig)
     add_section(parser, "optimizer", OptimizerConfig)

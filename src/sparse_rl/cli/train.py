@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
     from jsonargparse import ArgumentParser, Namespace
 
+    from sparse_rl.model.load import LoadedModel
+    from sparse_rl.train import Trainer
     from sparse_rl.train.processes import Processes
 
 logger = logging.getLogger(__name__)
@@ -113,6 +115,9 @@ def run(arguments: list[str]) -> None:
 
             print(to_yaml(_resolved(settings, task, parts)), end="")
             print("\n".join(plan_comments(settings, parts, processes.size)))
+            sys.stdout.flush()
+            for line in processes.together(lambda: _check(settings, task, parts, processes)):
+                print(line)
         else:
             _train(settings, task, parts, processes)
     if processes.grouped:  # torch's threads, torn down with the interpreter, at times abort a process that is done
@@ -121,16 +126,43 @@ def run(arguments: list[str]) -> None:
         os._exit(0)
 
 
+def _check(settings: Namespace, task: Any, parts: dict[str, Any], processes: Processes) -> list[str]:
+    """Raise what `_train` would raise before the first step; comment lines on what was not checked."""
+    from sparse_rl.cli.dry_run import check
+    from sparse_rl.train.folder import check_folder
+    from sparse_rl.train.shard import check_sharded
+
+    check_folder(parts["config"])
+    if processes.grouped:
+        check_sharded(parts["optimizer"])
+    quiet_bars()
+    return check(settings.model, settings.dtype, settings.device, lambda model: _trainer(model, task, parts))
+
+
+def _trainer(loaded: LoadedModel, task: Any, parts: dict[str, Any], processes: Processes | None = None) -> Trainer:
+    """All that is between settings and a run: what it refuses, a dry run does."""
+    from sparse_rl.report.live import Live
+    from sparse_rl.train import Trainer
+    from sparse_rl.train.config import longest_sequence
+    from sparse_rl.train.folder import fit_rotation
+    from sparse_rl.train.processes import Processes
+
+    processes = processes or Processes()
+    more = {name: part for name, part in parts.items() if name != "grading"}  # which is the task's
+    built = processes.together(lambda: task.build(loaded.tokenizer, context=loaded.context, grading=parts["grading"]))
+    asked = longest_sequence(built, parts["config"], parts["sampling"], parts["eval"].prompts)
+    processes.together(lambda: fit_rotation(loaded, parts["config"], asked))
+    return processes.together(lambda: Trainer(loaded, built, observers=(Live(),), processes=processes, **more))
+
+
 def _train(settings: Namespace, task: Any, parts: dict[str, Any], processes: Processes) -> None:
     import torch
 
     from sparse_rl.cli.plan import warn_of_memory
     from sparse_rl.kv.schedule import beyond, origin
     from sparse_rl.model.load import load
-    from sparse_rl.report.live import Live
-    from sparse_rl.train import Trainer
-    from sparse_rl.train.config import longest_prompt, longest_sequence
-    from sparse_rl.train.folder import check_folder, fit_rotation
+    from sparse_rl.train.config import longest_prompt
+    from sparse_rl.train.folder import check_folder
 
     if processes.first:
         logging.getLogger("sparse_rl.tasks").setLevel(logging.INFO)  # which rows were read, and how
@@ -145,12 +177,8 @@ def _train(settings: Namespace, task: Any, parts: dict[str, Any], processes: Pro
             logger.warning("kv.budget was calibrated on the model %s, and this run is of %s.", other, settings.model)
     dtype = model_dtype(settings.dtype)
     loaded = processes.together(lambda: load(settings.model, dtype=dtype, device=processes.device(settings.device)))
-    grading = parts.pop("grading")  # the task's, not the trainer's
-    built = processes.together(lambda: task.build(loaded.tokenizer, context=loaded.context, grading=grading))
-    asked = longest_sequence(built, parts["config"], parts["sampling"], parts["eval"].prompts)
-    processes.together(lambda: fit_rotation(loaded, parts["config"], asked))
-    trainer = processes.together(lambda: Trainer(loaded, built, observers=(Live(),), processes=processes, **parts))
-    longest = min(loaded.context, longest_prompt(built, trainer.config) + trainer.sampling.max_tokens)
+    trainer = _trainer(loaded, task, parts, processes)
+    longest = min(loaded.context, longest_prompt(trainer.task, trainer.config) + trainer.sampling.max_tokens)
     if processes.first and (said := beyond(getattr(trainer.kv, "budget", None), longest)):
         logger.warning("%s.", said)
     trainer.train()
@@ -183,7 +211,10 @@ def train_parser(
     add_config(parser)
     add_model(parser, default="embedded")
     if command == "train":
-        words = "print all settings as YAML and the plan, and stop; no plan where model or device is not at hand"
+        words = (
+            "print all settings as YAML and the plan, refuse what the run would refuse, and stop; the plan and checks "
+            "that need the model or the device are left out where those are not at hand"
+        )
         parser.add_argument("--dry-run", action="store_true", help=words)
     parser.add_argument("--unsafe-code", action="store_true", help="the same as --grading.unsafe_code true")
     add_section(parser, "trainer", TrainerConfig)

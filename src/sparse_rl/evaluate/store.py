@@ -48,8 +48,16 @@ class Store:
         folder.mkdir(parents=True, exist_ok=True)
         self.samples, self.index = folder / "samples.jsonl", folder / "blocks.jsonl"
         self.blocks = self._good_blocks()
-        self._cut(self.samples, sum(block.num_bytes for block in self.blocks))
-        self._cut(self.index, sum(len(_line(block)) for block in self.blocks))
+        for path, size in self._sizes().items():
+            with open(path, "ab") as file:
+                file.truncate(size)
+
+    def _sizes(self) -> dict[Path, int]:
+        """Bytes of the files, of the blocks that are good."""
+        return {
+            self.samples: sum(block.num_bytes for block in self.blocks),
+            self.index: sum(len(_line(block)) for block in self.blocks),
+        }
 
     @property
     def done(self) -> int:
@@ -68,12 +76,15 @@ class Store:
             tokens=sum(sample["tokens"] for sample in samples),
         )
         block = replace(block, sha256=block.digest(content))
-        _write(self.samples, content)
-        _write(self.index, _line(block))
+        sizes = self._sizes()
+        _write(self.samples, content, sizes[self.samples])
+        _write(self.index, _line(block), sizes[self.index])
         self.blocks.append(block)
 
     def read(self) -> list[Sample]:
-        return [json.loads(line) for line in self.samples.read_bytes().split(b"\n")[:-1]]
+        content = self.samples.read_bytes() if self.samples.exists() else b""
+        _check(self.samples, len(content), self._sizes()[self.samples])
+        return [json.loads(line) for line in content.split(b"\n")[:-1]]
 
     def _good_blocks(self) -> list[BlockLine]:
         """Blocks from the first on, up to the first that is not as it should be."""
@@ -97,22 +108,29 @@ class Store:
             logger.warning("%s is damaged from block %d on; that is made anew.", self.samples, len(good))
         return good
 
-    @staticmethod
-    def _cut(path: Path, size: int) -> None:
-        with open(path, "ab") as file:
-            file.truncate(size)
-
 
 def _line(block: BlockLine) -> bytes:
     return json.dumps(asdict(block)).encode() + b"\n"
 
 
-def _write(path: Path, content: bytes) -> None:
-    """At the end of the file, and on disk when this returns."""
+def _check(path: Path, found: int, size: int) -> None:
+    if found != size:
+        raise ValueError(
+            f"{path} was deleted or changed under the evaluation: it has {found} bytes, and {size} were written; start "
+            "it again with --resume, which makes anew what is missing."
+        )
+
+
+def _write(path: Path, content: bytes, size: int) -> None:
+    """At the end of the file, which has so many bytes, and on disk when this returns."""
     try:
         with open(path, "ab") as file:
+            _check(path, file.tell(), size)
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
+    except FileNotFoundError:
+        _check(path, 0, size)
+        raise
     except OSError as error:
         raise OSError(f"{path} could not be written ({error.strerror}); make room on the disk, then resume.") from error

@@ -45,8 +45,8 @@ class LoadedModel:
     @property
     def device(self) -> str:
         """Of which kind it is, and which one if that was asked for: "cuda", "cuda:1"."""
-        device = self.model.device
-        return self.asked if torch.device(self.asked) == device else device.type
+        device = self.model.device  # "meta" of a model without weights
+        return self.asked if device.type == "meta" or torch.device(self.asked) == device else device.type
 
     @property
     def vocab_size(self) -> int:

@@ -41,7 +41,7 @@ def cache_folder() -> Path:
     return Path(os.environ.get("SPARSE_RL_CACHE") or Path.home() / ".cache" / "sparse-rl")
 
 
-def converted() -> Path | None:
+def converted(*, make: bool = True) -> Path | None:
     """The model's folder, made if need be; None where the package, or what reads it, is not installed."""
     source = packaged_weights()
     if source is None:
@@ -50,7 +50,7 @@ def converted() -> Path | None:
     folder = cache / f"smollm2-{digest(source)[:16]}-{VERSION}"
     if is_whole(folder):
         return folder
-    if any(importlib.util.find_spec(name) is None for name in READERS):
+    if not make or any(importlib.util.find_spec(name) is None for name in READERS):
         return None
     try:
         cache.mkdir(parents=True, exist_ok=True)

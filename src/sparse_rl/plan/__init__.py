@@ -6,7 +6,7 @@ from sparse_rl.plan.device import choose_device
 from sparse_rl.plan.memory import Plan, make_plan
 from sparse_rl.plan.records import Device, Footprint, RunSize
 from sparse_rl.plan.show import as_json, lines, summary
-from sparse_rl.plan.size import ModelSize, model_config, model_size
+from sparse_rl.plan.size import ModelSize, empty_model, model_config, model_size
 
 __all__ = [
     "Device",
@@ -17,6 +17,7 @@ __all__ = [
     "RunSize",
     "as_json",
     "choose_device",
+    "empty_model",
     "lines",
     "make_plan",
     "model_config",

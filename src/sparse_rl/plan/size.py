@@ -86,17 +86,10 @@ def model_config(name: str, *, download: bool) -> transformers.PretrainedConfig:
 
 def model_size(config: transformers.PretrainedConfig, name: str, dtype: torch.dtype) -> ModelSize:
     """The size of a model with this configuration and dtype."""
-    dequantise.forget(config)
-    wrapped = wrappers.is_wrapper(config)
-    kind: Any = transformers.AutoModelForImageTextToText if wrapped else wrappers.causal_lm(config)
-    with torch.device("meta"):
-        model = kind.from_config(config, dtype=dtype, attn_implementation=registered())
-    if wrapped:
-        model = wrappers.text_of(model)
-        config = model.config
+    model: Any = empty_model(config, dtype)
+    config = model.config
     mixture = any(parameter.ndim == 3 for parameter in model.parameters())
     traced = torch.bfloat16 if mixture else dtype  # experts' grouped products know no other on the meta device
-    rope.fix(model)
     try:
         layers = decoder_layers(model.to(traced))
         few, many = (_trace(model, layers, tokens) for tokens in PROBES)
@@ -134,6 +127,19 @@ def model_size(config: transformers.PretrainedConfig, name: str, dtype: torch.dt
         linears=tuple(linears.items()),
         in_linears=in_linears,
     )
+
+
+def empty_model(config: transformers.PretrainedConfig, dtype: torch.dtype) -> transformers.PreTrainedModel:
+    """What `load` makes of the configuration, on torch's meta device."""
+    dequantise.forget(config)
+    wrapped = wrappers.is_wrapper(config)
+    kind: Any = transformers.AutoModelForImageTextToText if wrapped else wrappers.causal_lm(config)
+    with torch.device("meta"):
+        model = kind.from_config(config, dtype=dtype, attn_implementation=registered())
+    model = wrappers.text_of(model) if wrapped else model
+    rope.fix(model)
+    assert isinstance(model, transformers.PreTrainedModel)
+    return model
 
 
 class _Trace:

@@ -9,6 +9,7 @@ Plots and tables of runs are made in `plots.py` and `page.py`.
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 from dataclasses import dataclass
@@ -17,6 +18,9 @@ from statistics import median
 from typing import Any
 
 from sparse_rl.metrics import MANY_ANOMALOUS, REMEDIES, read_log
+from sparse_rl.runfolder import record_digest
+
+logger = logging.getLogger(__name__)
 
 LAST = 10  # steps the summary's reward is a mean over
 NOTHING_SAVED = 0.0005  # below this there is advice to give
@@ -166,7 +170,9 @@ def _number(value: float | None, form: str) -> str:
 
 def _load(folder: Path, name: str) -> LoggedRun:
     about, metrics = _read(folder / "run.json")[0], _read(folder / "metrics.jsonl")
-    config = about.pop("config", {})
+    if about.get("digest") not in (None, record_digest(about)):
+        logger.warning("%s is not what the run wrote; its settings may be others.", folder / "run.json")
+    config, _ = about.pop("config", {}), about.pop("digest", None)
     return LoggedRun(
         name=name,
         settings=_flat(config if isinstance(config, dict) else {"config": config}) | _flat(about),

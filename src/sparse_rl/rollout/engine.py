@@ -116,10 +116,8 @@ class Engine:
         requests, the rows and the pool it depends through rounding alone. `first` is the place of the first prompt, if
         these are a part of a longer list.
         """
-        sampling = sampling or Sampling()
-        inputs = read_prompts(self.loaded, prompts)
-        check_request(self.loaded, inputs, sampling, first)
-        sequences = sequences_of(self.loaded, inputs, sampling, first)
+        sampling = Sampling() if sampling is None else sampling
+        inputs, sequences = self.check(prompts, sampling, first)
         if not sequences:
             return []
         self._check_idle()
@@ -129,6 +127,17 @@ class Engine:
                 return self._generate(inputs, sampling, sequences, record_kept, on_step, on_rollout)
         finally:
             self.busy = False
+
+    def check(
+        self, prompts: SequenceOf[Prompt | str | SequenceOf[int]], sampling: Sampling, first: int = 0
+    ) -> tuple[list[Prompt], list[Sequence]]:
+        """The prompts as tokens, and a sequence for each sample; refuse what the model or a given pool cannot take."""
+        inputs = read_prompts(self.loaded, prompts)
+        check_request(self.loaded, inputs, sampling, first)
+        sequences = sequences_of(self.loaded, inputs, sampling, first)
+        if sequences and (given := self._given_pages) is not None:
+            self._check_fits(given, sequences)
+        return inputs, sequences
 
     def _generate(
         self,
@@ -140,7 +149,6 @@ class Engine:
         on_rollout: Callable[[Rollout], None] | None,
     ) -> list[Rollout]:
         num_pages = self._num_pages(sampling, sequences)
-        self._check_fits(num_pages, sequences)
         cache = self._cache_of(num_pages)
         decoder = self._decoder_of(cache, sampling, sequences)
         pool = PagePool(num_pages, self.page_size)
@@ -215,15 +223,20 @@ class Engine:
     def _page_bytes(self) -> int:
         return self.kv.page_bytes(self.loaded.shape, self.page_size)
 
+    @property
+    def _given_pages(self) -> int | None:
+        """The pool's size, if it is given."""
+        if self.config.pool_bytes is not None:
+            return self.config.pool_bytes // self._page_bytes
+        return self.config.pool_pages
+
     def _num_pages(self, sampling: Sampling, sequences: list[Sequence]) -> int:
         """The pool's size: as given, or enough for all rows, or what the free memory holds less a reserve.
 
         What the rows hold beside the pool goes off first, where it is still to be made.
         """
-        if self.config.pool_pages is not None:
-            return self.config.pool_pages
-        if self.config.pool_bytes is not None:
-            return self.config.pool_bytes // self._page_bytes
+        if (given := self._given_pages) is not None:
+            return given
         largest = max(self._pages_needed(sequence) for sequence in sequences)
         wanted = largest * (min(self.config.rows, len(sequences)) + 1)
         held = self.cache.num_pages if self.cache is not None else 0

@@ -86,7 +86,6 @@ class GuardedEngine(Engine):
         **more: Any,
     ) -> list[Rollout]:
         """As an engine does; `on_restart` hears that all of it begins anew, rollouts that were given out included."""
-        num_samples = len(prompts) * (sampling.n if sampling is not None else 1)
         while True:
             self._shrink()
             try:
@@ -98,7 +97,7 @@ class GuardedEngine(Engine):
             # Out here nothing holds on to the frames of the error, and what they hold can be freed.
             self.cache = None
             self.decoders.clear()
-            in_use = min(self.config.rows, num_samples)
+            in_use = min(self.config.rows, len(prompts) * (sampling.n if sampling is not None else 1))
             while self.config.rows >= max(in_use, 2):  # rows without a sample take no memory to speak of
                 self.memory.halve(self.stage, self.loaded.shape.device)
                 self._shrink()

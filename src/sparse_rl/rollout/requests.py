@@ -38,6 +38,11 @@ def _prompt(loaded: LoadedModel, prompt: Prompt | str | SequenceOf[int], index: 
 
 def check_request(loaded: LoadedModel, prompts: list[Prompt], sampling: Sampling, first: int) -> None:
     """Raise if the model cannot answer these prompts under these settings."""
+    if not isinstance(sampling, Sampling):
+        raise ValueError(
+            f"sampling is a {type(sampling).__name__}, but all prompts of a call share one Sampling; make a call for "
+            "each."
+        )
     vocabulary = loaded.vocab_size
     if (first + len(prompts)) * sampling.n > MAX_REQUESTS:
         raise ValueError(

@@ -193,6 +193,8 @@ def _scores(
 @torch.no_grad()
 def _logit_map(model: transformers.PreTrainedModel) -> LogitMap | None:
     """How the module's logits come from lm_head(hidden), if it is known."""
+    if model.device.type == "meta":  # nothing is computed there
+        return None
     capping = {key: given for key, given in model.config.to_dict().items() if "softcap" in key and given}
     cap = capping.pop("final_logit_softcapping", None)
     capping.pop("attn_logit_softcapping", None)  # before the hidden states

@@ -18,8 +18,10 @@ from __future__ import annotations
 import inspect
 import math
 import numbers
+import signal
 import traceback
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
@@ -27,7 +29,9 @@ import torch
 import transformers
 
 from sparse_rl.grading import Failed
+from sparse_rl.specs import cut
 from sparse_rl.tasks.event_loop import run_together
+from sparse_rl.tasks.preserved import open_streams, preserved
 from sparse_rl.types import Prompt, Rollout
 
 if TYPE_CHECKING:
@@ -135,14 +139,21 @@ class Rewards:
         return None
 
     def grade(self, rollouts: list[Rollout], tokenizer: transformers.PreTrainedTokenizerBase) -> Graded:
-        """Call every function once with all completions."""
-        return self.grade_texts(rollouts, completion_texts(rollouts, tokenizer))
+        """Call every function once with all completions; what it changes of the process's global state is put back."""
+        inputs = _inputs(rollouts, completion_texts(rollouts, tokenizer))
+        with preserved(f"a reward function ({', '.join(self.names)})"):
+            given = self._called(inputs)
+        return self._graded(given, len(rollouts))
 
     def grade_texts(self, rollouts: list[Rollout], texts: list[str]) -> Graded:
-        """The same, of completions that are decoded."""
+        """The same of decoded completions, beside a thread whose global state this is as well: it is left alone."""
+        return self._graded(self._called(_inputs(rollouts, texts)), len(rollouts))
+
+    def _graded(self, called: dict[str, Any], count: int) -> Graded:
+        """The weighted sum of what the functions returned."""
         by_function, failures = {}, {}
-        for name, given in self._called(_inputs(rollouts, texts)).items():
-            by_function[name], failures[name] = _checked(given, name, len(rollouts))
+        for name, given in called.items():
+            by_function[name], failures[name] = _checked(given, name, count)
         stacked = torch.stack(list(by_function.values()))
         weights = torch.tensor(self.weights or [1.0] * len(self.functions), dtype=torch.float64)
         total = (stacked * weights[:, None]).nansum(dim=0)
@@ -154,14 +165,17 @@ class Rewards:
         """What each function returns; async ones run last, at the same time."""
         given: dict[str, Any] = {}
         try:
-            for name, function in zip(self.names, self.functions, strict=True):
-                try:
-                    given[name] = function(**inputs)
-                except (Exception, SystemExit) as error:
-                    raise _broken(name, function, error, inputs) from error
-            waiting = [name for name, value in given.items() if inspect.isawaitable(value)]
-            if waiting:
-                given |= zip(waiting, run_together([given[name] for name in waiting]), strict=True)
+            with open_streams():
+                for name, function in zip(self.names, self.functions, strict=True):
+                    try:
+                        given[name] = function(**inputs)
+                    except BaseException as error:
+                        if ends_the_process(error):
+                            raise
+                        raise _broken(name, function, error, inputs) from error
+                waiting = [name for name, value in given.items() if inspect.isawaitable(value)]
+                if waiting:
+                    given |= zip(waiting, run_together([given[name] for name in waiting]), strict=True)
         finally:
             for value in given.values():
                 if inspect.iscoroutine(value):
@@ -170,6 +184,11 @@ class Rewards:
             if isinstance(value := given[name], BaseException):
                 raise _broken(name, function, value, inputs) from value
         return given
+
+
+def ends_the_process(error: BaseException) -> bool:
+    """Whether it is Ctrl-C. Where a run hears the signal itself, only the code inside raises KeyboardInterrupt."""
+    return isinstance(error, KeyboardInterrupt) and signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def keywords_of(function: Reward) -> list[inspect.Parameter]:
@@ -191,7 +210,7 @@ def _broken(name: str, function: Reward, error: BaseException, inputs: dict[str,
     if isinstance(error, AttributeError | TypeError) and isinstance(next(iter(inputs["completions"]), None), list):
         hint = ' (prompts are chats here, and each completion a list, [{"role": "assistant", "content": ...}])'
     return ValueError(
-        f"reward function {name!r} raised {type(error).__name__}: {error}{where}{hint}; mend it, then resume."
+        f"reward function {name!r} raised {type(error).__name__}: {cut(str(error))}{where}{hint}; mend it, then resume."
     )
 
 
@@ -216,7 +235,8 @@ def _inputs(rollouts: list[Rollout], texts: list[str]) -> dict[str, list[Any]]:
 
 def _checked(given: Any, name: str, count: int) -> tuple[torch.Tensor, dict[int, str]]:
     """One number a completion, nan where there is None, and what failed; lists, arrays and tensors will do."""
-    given = given.tolist() if hasattr(given, "tolist") else given
+    with suppress(Exception):  # what cannot be read as a list is none
+        given = given.tolist() if hasattr(given, "tolist") else given
     if not isinstance(given, Sequence) or isinstance(given, str | bytes):
         kind = type(given).__name__
         raise ValueError(f"reward function {name!r} returned {kind}; it must return a list, one number a completion.")
@@ -234,7 +254,7 @@ def _checked(given: Any, name: str, count: int) -> tuple[torch.Tensor, dict[int,
             if number is not None and (not isinstance(number, numbers.Real) or not math.isfinite(number)):
                 raise ValueError
             rewards.append(math.nan if number is None else float(number))
-        except (ValueError, OverflowError, RuntimeError) as error:  # a tensor that is no number raises the last
+        except Exception as error:  # whatever a value that is no number raises
             raise ValueError(
                 f"reward function {name!r} returned {repr(value)[:40]} for completion {i}; "
                 "it must be a finite number, or None to leave the completion out."

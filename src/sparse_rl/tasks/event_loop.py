@@ -22,7 +22,7 @@ def run_together(awaitables: Sequence[Awaitable[Any]]) -> list[Any]:
     async def outcome(awaitable: Awaitable[Any]) -> Any:
         try:
             return await awaitable
-        except (Exception, SystemExit, asyncio.CancelledError) as error:  # the last two would end more than this one
+        except BaseException as error:  # what is no Exception would end more than this one, the loop's thread even
             return error
 
     async def all_of_them() -> list[Any]:

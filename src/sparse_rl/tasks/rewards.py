@@ -21,13 +21,14 @@ from pathlib import Path
 from threading import TIMEOUT_MAX
 from typing import Any
 
-from sparse_rl.specs import build, suggestion
-from sparse_rl.tasks.base import Reward
+from sparse_rl.specs import build, cut, suggestion
+from sparse_rl.tasks.base import Reward, ends_the_process
 from sparse_rl.tasks.countdown import Countdown
 from sparse_rl.tasks.exact import Exact
 from sparse_rl.tasks.form import Format, Kind, Overlong
 from sparse_rl.tasks.last_number import LastNumber
 from sparse_rl.tasks.lookup import RightValue
+from sparse_rl.tasks.preserved import open_streams, preserved
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,9 +131,14 @@ def import_function(path: str) -> Reward:
     if module_name.endswith(".py") and not Path(module_name).is_file():
         raise ValueError(f"reward {path!r}{hint}: there is no file {module_name}; check the path.")
     try:
-        module = _import_file(Path(module_name)) if module_name.endswith(".py") else _import_module(module_name)
-    except (Exception, SystemExit) as error:
-        raise ValueError(f"reward {path!r}{hint} cannot be imported: {type(error).__name__}: {error}.") from error
+        with preserved(module_name), open_streams():
+            module = _import_file(Path(module_name)) if module_name.endswith(".py") else _import_module(module_name)
+    except BaseException as error:
+        if ends_the_process(error):
+            raise
+        raise ValueError(
+            f"reward {path!r}{hint} cannot be imported: {type(error).__name__}: {cut(str(error))}."
+        ) from error
     function = getattr(module, function_name, None)
     if not callable(function):
         own = [

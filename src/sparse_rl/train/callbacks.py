@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sparse_rl.specs import cut
 from sparse_rl.train.observer import Observer
 
 if TYPE_CHECKING:
@@ -58,7 +59,14 @@ class Callbacks(Observer):
 
     def _call(self, event: str, **more: Any) -> None:
         for callback in self.callbacks:
-            getattr(callback, event)(self.args, self.state, self.control, model=self.model, **more)
+            try:
+                getattr(callback, event)(self.args, self.state, self.control, model=self.model, **more)
+            except Exception as error:  # whatever a tracker, its server or its network says
+                said = f"{type(error).__name__} in {event}: {cut(str(error))}"
+                raise ValueError(
+                    f"the callback {type(callback).__name__} raised {said}; mend what it needs, or leave it out of "
+                    "trainer.report_to or the callbacks, then resume."
+                ) from error
 
 
 def _integrations(report_to: tuple[str, ...]) -> list[Any]:

@@ -6,7 +6,7 @@
     distill/                                        the sampler's adapter, if it has one, as peft's, and its state/
     state/                                          fp32 weights and the optimiser's state by parameter, as shards that
                                                     any number of processes can read (torch.distributed.checkpoint)
-    trainer_state.json                              step, settings, best evaluation, sizes of the run's logs, and
+    trainer_state.json                              step, settings, best evaluation, what the run's logs held, and
                                                     the hash of every file of the checkpoint, and of itself
 
 A checkpoint is there whole or not at all (`runfolder.publish`). There is no random state to keep: every random number
@@ -17,7 +17,6 @@ When one is due, and which is the best, is for `run.py` to say.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from pathlib import Path
@@ -29,7 +28,18 @@ from safetensors import SafetensorError
 from sparse_rl.model import rope
 from sparse_rl.model.load import LoadedModel
 from sparse_rl.model.lora import ADAPTER, save_model
-from sparse_rl.runfolder import UNFINISHED, damage, digests, discard, publish, remove, to_json, unfinished
+from sparse_rl.runfolder import (
+    UNFINISHED,
+    damage,
+    digests,
+    discard,
+    publish,
+    record_digest,
+    remove,
+    sealed,
+    to_json,
+    unfinished,
+)
 from sparse_rl.specs import first_line
 from sparse_rl.train.learner import Learner
 from sparse_rl.train.processes import is_lost
@@ -61,7 +71,7 @@ def save(
         rope.save(rope.fixed_for(loaded.model), temporary)
         loaded.tokenizer.save_pretrained(temporary)
         record = state | {"num_updates": learner.num_updates, "files": digests(temporary)}
-        (temporary / STATE).write_text(to_json(record | {"digest": _digest(record)}))
+        (temporary / STATE).write_text(to_json(sealed(record)))
         publish(temporary, folder)
 
     try:
@@ -105,17 +115,11 @@ def read_record(folder: Path) -> dict[str, Any]:
                 f"{folder / STATE} has no {key!r}: it is damaged, or another version's; choose another checkpoint, or "
                 f"start a run from its weights (--model {folder})."
             )
-    if state["digest"] != _digest(state):
+    if state["digest"] != record_digest(state):
         raise ValueError(
             f"checkpoint {folder} is damaged: {STATE} is not what was written; resume from an earlier one."
         )
     return state
-
-
-def _digest(record: dict[str, Any]) -> str:
-    """The hash of all else that it says."""
-    said = to_json({key: value for key, value in record.items() if key != "digest"})
-    return hashlib.sha256(said.encode()).hexdigest()
 
 
 def restore(folder: Path, learner: Learner, num_updates: int, distiller: Distiller | None = None) -> None:

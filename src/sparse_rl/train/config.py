@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
@@ -11,11 +11,12 @@ import transformers
 
 from sparse_rl.kv import Full, KVPolicy
 from sparse_rl.objective.advantage import Estimator
-from sparse_rl.rollout import Sampling
+from sparse_rl.rollout import Engine, Sampling
 from sparse_rl.specs import check_choices
 from sparse_rl.tasks import Rows, Task
 from sparse_rl.train.distill import DistillConfig
 from sparse_rl.train.update import UpdateConfig
+from sparse_rl.types import Prompt
 
 if TYPE_CHECKING:  # which imports this module
     from sparse_rl.train.sft import SFTConfig
@@ -118,10 +119,14 @@ def check_model(model: transformers.PreTrainedModel) -> None:
             raise ValueError(f"the model has dropout {module.p} in {name}; set it to 0 in its config.")
 
 
+def known_prompts(task: Task, config: TrainerConfig) -> list[Prompt]:
+    """All that a task can ask, or those of the first step where it makes them up as it goes."""
+    return task.train if isinstance(task, Rows) else task.stream(0, config.prompts_per_step, config.seed)
+
+
 def longest_prompt(task: Task, config: TrainerConfig) -> int:
-    """Tokens of the longest prompt, or of the longest in the first step where a task makes them up as it goes."""
-    prompts = task.train if isinstance(task, Rows) else task.stream(0, config.prompts_per_step, config.seed)
-    return max(len(prompt.ids) for prompt in prompts)
+    """Tokens of the longest prompt that is known."""
+    return max(len(prompt.ids) for prompt in known_prompts(task, config))
 
 
 def longest_sequence(task: Task, config: TrainerConfig, sampling: Sampling, num_held_out: int) -> int:
@@ -130,8 +135,14 @@ def longest_sequence(task: Task, config: TrainerConfig, sampling: Sampling, num_
     return max([longest_prompt(task, config), *(len(prompt.ids) for prompt in held_out)]) + sampling.max_tokens
 
 
-def check_prompts(task: Task, context: int) -> None:
-    """A prompt that leaves no room for an answer is better known now than at some step."""
+def check_requests(engine: Engine, task: Task, config: TrainerConfig, sampling: Sampling) -> None:
+    """What the engine would refuse at some step is better known now."""
+    _check_prompts(task, engine.loaded.context)
+    engine.check(task.stream(0, config.prompts_per_step, config.seed), sampling)
+    engine.check(known_prompts(task, config), replace(sampling, n=1))
+
+
+def _check_prompts(task: Task, context: int) -> None:
     for prompt in [*task.train, *task.eval] if isinstance(task, Rows) else []:
         if len(prompt.ids) >= context:
             raise ValueError(

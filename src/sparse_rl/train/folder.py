@@ -15,12 +15,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from sparse_rl.metrics import RunLog, read_log
+from sparse_rl.metrics import read_log
 from sparse_rl.model import rope
 from sparse_rl.model.load import LoadedModel
-from sparse_rl.runfolder import command, provenance, write_json
+from sparse_rl.runfolder import command, provenance, record_digest, sealed, write_json
 from sparse_rl.train import checkpoint
 from sparse_rl.train.config import RunConfig
+from sparse_rl.train.log import RunLog
 
 logger = logging.getLogger(__name__)
 
@@ -115,43 +116,48 @@ def fit_rotation(loaded: LoadedModel, config: RunConfig, longest: int) -> None:
         )
 
 
-def start_record(run: Path, settings: dict[str, Any], loaded: LoadedModel, num_processes: int = 1) -> None:
-    """run.json: the settings and the machine of the last start, and when the run was first started."""
+def start_record(run: Path, settings: dict[str, Any], loaded: LoadedModel, num_processes: int = 1) -> dict[str, Any]:
+    """Write run.json: the settings and the machine of the last start, and when the run was first started."""
     path = run / "run.json"
     started = recorded(run).get("started")
     if path.exists() and started is None:
         logger.warning("%s was damaged; it is written anew.", path)
-    record = {
-        "command": command(),
-        "folder": os.getcwd(),  # that relative paths lead from
-        "config": settings,
-        **provenance(loaded.model.device),
-        "processes": num_processes,
-        "parameters": sum(parameter.numel() for parameter in loaded.model.parameters()),
-        "trainable_parameters": sum(p.numel() for p in loaded.model.parameters() if p.requires_grad),
-        "started": started or datetime.now(UTC).isoformat(timespec="seconds"),
-    }
+    record = sealed(
+        {
+            "command": command(),
+            "folder": os.getcwd(),  # that relative paths lead from
+            "config": settings,
+            **provenance(loaded.model.device),
+            "processes": num_processes,
+            "parameters": sum(parameter.numel() for parameter in loaded.model.parameters()),
+            "trainable_parameters": sum(p.numel() for p in loaded.model.parameters() if p.requires_grad),
+            "started": started or datetime.now(UTC).isoformat(timespec="seconds"),
+        }
+    )
     write_json(
         path,
         record,
         *([] if path.exists() or checkpoint.checkpoints(run) else ["make room on the disk, then start again"]),
     )
+    return record
 
 
 def recorded(run: Path) -> dict[str, Any]:
     """What run.json says, nothing if there is no run; if it is lost or damaged, the settings that a checkpoint has."""
     path = run / "run.json"
-    with suppress(ValueError, FileNotFoundError, NotADirectoryError):
+    with suppress(ValueError, AttributeError, FileNotFoundError, NotADirectoryError):  # the second: no table
         record = json.loads(path.read_bytes())
-        if isinstance(record, dict) and isinstance(record.get("config"), dict):
-            return record
+        whole = record.get("digest") in (None, record_digest(record))  # None where somebody has mended it
+        if whole and isinstance(record.get("config"), dict):
+            return dict(record)
     for folder in reversed(checkpoint.checkpoints(run)):
         with suppress(ValueError):
             return {"config": checkpoint.read_record(folder)["settings"]}
     if not path.exists():
         return {}
     raise ValueError(
-        f"{path} is damaged, and no checkpoint has the run's settings; mend it, or give another --trainer.output_dir."
+        f"{path} is damaged, and no checkpoint has the run's settings; mend it and remove its digest, or give another "
+        "--trainer.output_dir."
     )
 
 

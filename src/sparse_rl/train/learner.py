@@ -55,16 +55,15 @@ class OptimizerConfig:
             if not 0 <= getattr(self, field) < 1:
                 raise ValueError(f"optimizer.{field} is {getattr(self, field)}; it must lie in [0, 1).")
 
-    def masters(self, module: torch.nn.Module) -> MasterWeights:
-        """The module's fp32 side, where these settings want it."""
-        if not self.offload:
-            return MasterWeights(module)
-        device = next(module.parameters()).device
-        if device.type != "cuda":
+    def masters(self, module: torch.nn.Module, device: str | None = None) -> MasterWeights:
+        """The module's fp32 side, where these settings want it; device: the one a module without weights is for."""
+        own = next(module.parameters()).device
+        kind = torch.device(device or own).type
+        if self.offload and kind != "cuda":
             raise ValueError(
-                f"optimizer.offload needs a GPU to take memory from, and the model is on {device.type}; leave it out."
+                f"optimizer.offload needs a GPU to take memory from, and the model is on {kind}; leave it out."
             )
-        return HostMasters(module)
+        return HostMasters(module) if self.offload and own.type == kind else MasterWeights(module)
 
     def build(self, masters: MasterWeights) -> torch.optim.Optimizer:
         decayed = [master for master in masters.masters if master.dim() > 1]

@@ -6,10 +6,12 @@ The one in the terminal is in report/live.py, transformers' own are brought by `
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparse_rl.rollout import Progress
+from sparse_rl.tasks.preserved import preserved
 
 if TYPE_CHECKING:  # which import this module
     from sparse_rl.train.sft import SFTTrainer
@@ -36,3 +38,10 @@ class Observer:
 
     def on_end(self) -> None:
         """After the last step, or when a run that it saw begin stops for another reason."""
+
+
+def tell(observers: Iterable[Observer], event: str, *what: Any) -> None:
+    """Call a method of each; what that changes of the process's global state is put back."""
+    for observer in observers:
+        with preserved(f"the observer {type(observer).__name__}"):
+            getattr(observer, event)(*what)

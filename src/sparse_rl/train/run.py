@@ -15,13 +15,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from sparse_rl.metrics import NoLog, RunLog, Timer
+from sparse_rl.metrics import Timer
 from sparse_rl.model.load import weights_digest
-from sparse_rl.runfolder import as_settings, differences, discard, lock, recover
+from sparse_rl.runfolder import as_settings, differences, discard, is_at, lock, recover, write_json
 from sparse_rl.train import checkpoint
 from sparse_rl.train.distill import Distiller
-from sparse_rl.train.folder import check_folder, chosen_state, start_record
-from sparse_rl.train.observer import Observer
+from sparse_rl.train.folder import check_folder, chosen_state, recorded, start_record
+from sparse_rl.train.log import NoLog, RunLog
+from sparse_rl.train.observer import Observer, tell
 
 if TYPE_CHECKING:  # which import this module
     from sparse_rl.train.sft import SFTTrainer
@@ -54,9 +55,9 @@ class Run:
         self.config, self.learner, self.guards = trainer.config, trainer.learner, trainer.guards
         self.processes = self.learner.processes
         self.folder = Path(self.config.output_dir)
-        model = trainer.loaded.model  # of a run of adapters, what they are for is not in its checkpoints
-        self.base = weights_digest(model, adapters=False) if "default" in getattr(model, "peft_config", {}) else None
+        self.base: str | None = None  # of a run of adapters, the digest of what they are for, which is in no checkpoint
         self.lock: IO[str] | None = None
+        self.record: dict[str, Any] = {}  # run.json
         self.log: RunLog = NoLog()
         self.files = files  # of the logs
         self.timer = Timer()
@@ -74,7 +75,7 @@ class Run:
         begun: list[Observer] = []
         try:
             for observer in self.trainer.observers:
-                observer.on_begin(self.trainer)
+                tell([observer], "on_begin", self.trainer)
                 begun.append(observer)
             yield
         except BaseException as error:
@@ -85,8 +86,7 @@ class Run:
         finally:
             self.guards.stop_listening()
             self._close()
-            for observer in begun:
-                observer.on_end()
+            tell(begun, "on_end")
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -127,9 +127,9 @@ class Run:
         """Write the step's line; save if it is time, or the best so far."""
         seconds, self.timer = self.timer.seconds | {"step_time": time.perf_counter() - began}, Timer()
         line = {"step": self.step, "num_tokens": self.num_tokens, **metrics, **seconds}
+        self.processes.together(self._check_folder)
         self.log.write("metrics.jsonl", line)
-        for observer in self.trainer.observers:
-            observer.on_log(line)
+        tell(self.trainer.observers, "on_log", line)
         best = self.step > 0 and self.processes.by_first(lambda: self._improves(line.get(self.best_metric)))
         due = self.config.save_every and self.step % self.config.save_every == 0
         self.remember(None)
@@ -140,6 +140,7 @@ class Run:
 
     def _improves(self, value: float | None) -> bool:
         """Whether the value is better than at every step before; this step is then remembered as the best."""
+        self._check_best()
         best = self.best["value"]
         if value is None or not math.isfinite(value) or (best is not None and self.sign * value <= self.sign * best):
             return False
@@ -149,19 +150,48 @@ class Run:
     def _save(self) -> None:
         """Write the checkpoint of what is remembered; the weights must still be those."""
         assert self.unsaved is not None and self.unsaved["num_updates"] == self.learner.num_updates
+        self.processes.together(self._check_folder)
         state, self.unsaved = self.unsaved, None
         folder = self.folder / f"checkpoint-{state['step']}"
         self.log.sync()
         state = state | {"settings": self.settings}
         checkpoint.save(folder, self.trainer.loaded, self.learner, state, self.distiller)
-        for observer in self.trainer.observers:
-            observer.on_save(folder)
+        tell(self.trainer.observers, "on_save", folder)
+
+    def _check_folder(self) -> None:
+        """See that the folder is still there and still the run's; what is missing in it is written anew."""
+        if self.lock is None:
+            return
+        path = self.folder / "run.json"
+        if not is_at(self.lock, self.folder / ".lock"):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            again = lock(self.folder)
+            if path.is_file() and recorded(self.folder) != self.record:
+                again.close()
+                raise ValueError(f"{self.folder} was deleted under the run, and has another run in it; this one stops.")
+            self.lock.close()
+            self.lock = again
+            logger.warning("%s was deleted or moved under the run.", self.folder)
+        if not path.is_file():
+            logger.warning("%s is gone; it is written anew.", path)
+            write_json(path, self.record)
+        self.log.check()
+
+    def _check_best(self) -> None:
+        """Forget a best checkpoint that somebody has deleted."""
+        best = self.best["checkpoint"]
+        if best and not (self.folder / best).is_dir():
+            logger.warning("%s, the best so far, is gone; the best is sought anew.", self.folder / best)
+            self.best = {"checkpoint": None, "value": None}
 
     def _prune(self) -> None:
         checkpoint.prune(self.folder, self.config.save_total_limit, self.best["checkpoint"])
 
     def _open(self) -> None:
         """Nothing is changed before all of it is known to be well."""
+        model = self.trainer.loaded.model
+        if "default" in getattr(model, "peft_config", {}):
+            self.base = weights_digest(model, adapters=False)
         try:
             chosen, state = self.processes.by_first(self._choose)
             if chosen is not None:
@@ -176,27 +206,32 @@ class Run:
         if self.lock is not None:
             self.lock.close()
 
+    def check(self) -> tuple[Path | None, dict[str, Any]]:
+        """The checkpoint to resume from and what it says, if there is one; refuse what cannot be started or resumed."""
+        check_folder(self.config, self.section)
+        return chosen_state(self.config, self.settings["optimizer"]["kind"])
+
     def _choose(self) -> tuple[Path | None, dict[str, Any]]:
-        """The checkpoint to resume from and what it says, if there is one."""
+        """The same with the folder locked, for as long as the run goes on."""
         check_folder(self.config, self.section)
         self.folder.mkdir(parents=True, exist_ok=True)
         self.lock = lock(self.folder)
         recover(self.folder, "checkpoint-*")
-        chosen, state = chosen_state(self.config, self.settings["optimizer"]["kind"])
+        chosen, state = self.check()
         best = state.get("best", {}).get("checkpoint")
         if best and not (self.folder / best).is_dir():  # it was pruned for a better one that is now taken back
             state["best"] = {"checkpoint": None, "value": None}
         return chosen, state
 
-    def _start(self, sizes: dict[str, int]) -> None:
+    def _start(self, known: dict[str, Any]) -> None:
         """Write run.json, open the logs, and remove what a future that is now taken again has left."""
-        start_record(self.folder, self.settings, self.trainer.loaded, self.processes.size)
+        self.record = start_record(self.folder, self.settings, self.trainer.loaded, self.processes.size)
         later = [path for path in checkpoint.checkpoints(self.folder) if checkpoint.step_of(path) > self.step]
         if later:
             logger.warning("%s removed: the run goes on from step %d.", ", ".join(p.name for p in later), self.step)
         for path in reversed(later):  # the logs come last, so that a kill leaves no checkpoint that they do not reach
             discard(path)
-        self.log = RunLog(self.folder, sizes, self.files)
+        self.log = RunLog(self.folder, known, self.files)
         self.guards.forget_after(self.step, self.folder)
         if self.pending is None:  # else the step's end does it, when it is known whether the step is the best
             self._prune()  # if it was stopped just before

@@ -122,7 +122,7 @@ class SFTTrainer:
         self.observers = (*observers, Callbacks(config.report_to)) if config.report_to else observers
         self._check_vocabulary()
         check_model(loaded.model)
-        masters = self.optimizer_config.masters(loaded.model)
+        masters = self.optimizer_config.masters(loaded.model, loaded.device)
         self.learner = Learner(
             Head(loaded.model),
             self.optimizer_config.build(masters),

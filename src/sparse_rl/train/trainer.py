@@ -39,13 +39,13 @@ from sparse_rl.specs import refuse_unused
 from sparse_rl.tasks import Graded, Task
 from sparse_rl.train.alarms import Alarms
 from sparse_rl.train.callbacks import Callbacks
-from sparse_rl.train.config import TrainerConfig, check_model, check_prompts, check_settings, longest_prompt
+from sparse_rl.train.config import TrainerConfig, check_model, check_requests, check_settings, longest_prompt
 from sparse_rl.train.control import ControlConfig, Controller, control_grid, measure, tail_metrics
 from sparse_rl.train.distill import DistillConfig, Distiller
 from sparse_rl.train.folder import task_settings
 from sparse_rl.train.guards import POOL, Guards
 from sparse_rl.train.learner import Learner, OptimizerConfig
-from sparse_rl.train.observer import Observer
+from sparse_rl.train.observer import Observer, tell
 from sparse_rl.train.peaks import MemoryPeaks
 from sparse_rl.train.processes import Processes
 from sparse_rl.train.record import (
@@ -122,7 +122,7 @@ class Trainer:
         if self.processes.grouped:
             check_sharded(self.optimizer_config)
         sharded = ShardedWeights(loaded.model, self.processes) if self.processes.grouped else None
-        masters = sharded or self.optimizer_config.masters(loaded.model)
+        masters = sharded or self.optimizer_config.masters(loaded.model, loaded.device)
         total = self.config.steps * self.update_config.num_updates
         self.learner = Learner(
             sharded.head if sharded is not None else Head(loaded.model),
@@ -137,13 +137,12 @@ class Trainer:
         self.engine = GuardedEngine(loaded, self.kv, self.engine_config, self.guards, "rollout")
         self.guards.give_pool = self.engine.release
         self.alarms = Alarms()
-        self.controller: Controller | None = None
-        if self.control_config.auto:
-            self.controller = self._controller()
+        self.controller = self._controller() if self.control_config.auto else None
+        if self.controller is not None:
             self.engine.use(self.controller.policy)
-        self.eval_engines: dict[str, GuardedEngine] = {}  # kept for their graphs
+        self.eval_engines = self._eval_engines()
         self.evaluated = ""  # what held-out rewards are of
-        check_prompts(task, loaded.context)
+        check_requests(self.engine, task, self.config, self.sampling)
         if self.sampling.max_tokens > loaded.context:
             asked, context = self.sampling.max_tokens, loaded.context
             logger.warning("sampling.max_tokens is %d, but the model's context ends at %d tokens.", asked, context)
@@ -279,25 +278,32 @@ class Trainer:
         metrics = metrics | found
         self.run.finish_step(metrics | (self.peaks.bytes if self.step else {}), began)
 
+    @property
+    def _eval_sampling(self) -> Sampling:
+        return self.eval_config.sampling(self.sampling.max_tokens, self.sampling.stop, self.sampling.stop_ids)
+
+    def _eval_engines(self) -> dict[str, GuardedEngine]:
+        """One a cache, kept for their graphs."""
+        found, held_out = {}, self.task.held_out(self.eval_config.prompts)
+        for cache, kv in {"dense": Full(), "sparse": self.engine.kv}.items():
+            if cache == "dense" or not isinstance(self.kv, Full):
+                found[cache] = GuardedEngine(self.loaded, kv, self.engine_config, self.guards, f"eval/{cache}")
+                found[cache].check(held_out, self._eval_sampling)
+        return found
+
     def _evaluate(self) -> dict[str, float]:
         """Held-out reward with the dense cache and, where it is another, the run's own."""
         prompts = self.task.held_out(self.eval_config.prompts)
         if not prompts:
             return {}
-        sampling = self.eval_config.sampling(self.sampling.max_tokens, self.sampling.stop, self.sampling.stop_ids)
-        policies: dict[str, KVPolicy] = (
-            {"dense": Full()} if isinstance(self.kv, Full) else {"dense": Full(), "sparse": self.engine.kv}
-        )
+        sampling = self._eval_sampling
         metrics: dict[str, float] = {}
         self.evaluated = digest_of(prompts, sampling, self.task.rewards, task_settings(self.task).get("rewards"))
         with self.run.timer("eval"):
-            for cache, policy in policies.items():
-                stage = f"eval/{cache}"
-                engine = self.eval_engines.setdefault(
-                    cache, GuardedEngine(self.loaded, policy, self.engine_config, self.guards, stage)
-                )
-                engine.use(policy)
-                rollouts = self._generate(engine, prompts, sampling, stage)
+            for cache, engine in self.eval_engines.items():
+                if cache == "sparse":
+                    engine.use(self.engine.kv)  # whose budget may have moved
+                rollouts = self._generate(engine, prompts, sampling, f"eval/{cache}")
                 result = summary(rollouts, self._grade(rollouts, sampling.n), sampling.n)
                 metrics |= {f"eval/{cache}/{name}": value for name, value in result.items()}
         return metrics
@@ -383,13 +389,11 @@ class Trainer:
         return self.config.seed * 1_000_003 + self.step + 1
 
     def _begin(self, stage: str) -> None:
-        for observer in self.observers:
-            observer.on_stage(stage)
+        tell(self.observers, "on_stage", stage)
 
     def _progress(self, stage: str) -> Callable[[Progress], None]:
         def show(progress: Progress) -> None:
             self.guards.check()
-            for observer in self.observers:
-                observer.on_progress(stage, progress)
+            tell(self.observers, "on_progress", stage, progress)
 
         return show
