@@ -32,7 +32,8 @@ test-compat:
 	$$env/bin/pip install --quiet --constraint $$env/constraints.txt torch; \
 	$$env/bin/pip install --quiet --constraint $$env/constraints.txt '.[test]'; \
 	$$env/bin/python -c "import transformers; print('transformers', transformers.__version__)"; \
-	$$env/bin/python -m pytest tests/rollout tests/model tests/kv tests/train
+	$$env/bin/python -m pytest tests/rollout tests/model tests/kv tests/train; \
+	$$env/bin/python -m pytest -m slow tests/model/test_families.py
 
 ## test-wheel: the wheel alone, in an empty environment and an empty folder; PYTHON=python3.12 tries another Python
 test-wheel:

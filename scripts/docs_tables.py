@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes the tables of README and docs/ that say what the code says (metrics, alarms, TRL's names) or what it measured.
 
+Those of models say what tests/model/verdicts.json does, which scripts/support_matrix.py writes.
+
     python scripts/docs_tables.py
 
 A page has the place between `<!-- table: WHAT -->` and `<!-- end -->`; WHAT is a key of TABLES and what it takes. Those
@@ -10,8 +12,12 @@ tests/test_docs.py fails where a page is behind.
 
 from __future__ import annotations
 
+import json
 import re
 import runpy
+import sys
+import textwrap
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,6 +26,9 @@ from sparse_rl.metrics import METRICS, REMEDIES
 from sparse_rl.report.markdown import table
 
 ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "tests"))
+VERDICTS = json.loads((ROOT / "tests" / "model" / "verdicts.json").read_text())
+NEWEST = max(VERDICTS, key=lambda version: [int(part) for part in version.split(".")])
 MEASURED = runpy.run_path(str(ROOT / "scripts" / "benchmark_tables.py"))
 PLACE = re.compile(r"(<!-- table: (\w+)((?: \S+)*) -->\n).*?(<!-- end -->)", flags=re.DOTALL)
 
@@ -48,9 +57,65 @@ def trl_refused() -> str:
     return table(("TRL", "instead"), ((f"`{name}`", text) for name, text in REFUSED.items()))
 
 
+def models_by_mechanism() -> str:
+    import families
+
+    verdicts = ((cell, what, VERDICTS[NEWEST].get(cell, "")) for cell, what in families.MECHANISMS.items())
+    return table(
+        ("mechanism", "for example", "verdict"),
+        ((what, f"`{cell}`", verdict.partition(":")[0]) for cell, what, verdict in verdicts),
+    )
+
+
+def models_that_work() -> str:
+    (cells,) = _grouped(lambda verdict: verdict == "works").values()
+    return textwrap.fill(cells, 130, break_on_hyphens=False, break_long_words=False)
+
+
+def models_refused() -> str:
+    groups = _grouped(lambda verdict: verdict.startswith("refused"))
+    return table(("why", "types"), sorted(groups.items()))
+
+
+def models_left_out() -> str:
+    groups = _grouped(lambda verdict: verdict.startswith("left out"))
+    return table(("what they are", "types"), sorted(groups.items()))
+
+
+def models_of_other_releases() -> str:
+    """Types whose verdict is another there."""
+    rows = []
+    for version, verdicts in VERDICTS.items():
+        if version != NEWEST:
+            unknown = [cell for cell, verdict in verdicts.items() if verdict is None]
+            rows.append((version, "unknown there", _listed(unknown)))
+            rows += ((version, _why(verdict), f"`{cell}`") for cell, verdict in verdicts.items() if verdict)
+    return table(("transformers", "verdict", "types"), rows)
+
+
+def _grouped(chosen: Callable[[str], bool]) -> dict[str, str]:
+    """Cells by the reason of their verdict."""
+    groups = defaultdict(list)
+    for cell, verdict in VERDICTS[NEWEST].items():
+        if chosen(verdict):
+            groups[_why(verdict)].append(cell)
+    return {why: _listed(cells) for why, cells in groups.items()}
+
+
+def _why(verdict: str) -> str:
+    """Without the model's own name, so that those of one reason stand together."""
+    kind, _, reason = verdict.partition(": ")
+    return re.sub(r"^(model '\w+'|\w+) (?=[a-z])", "", reason) if kind == "refused" else reason or kind
+
+
+def _listed(cells: list[str]) -> str:
+    return ", ".join(f"`{cell}`" for cell in sorted(cells))
+
+
+MODELS = (models_by_mechanism, models_that_work, models_refused, models_left_out, models_of_other_releases)
 TABLES: dict[str, Callable[..., str]] = {
     **MEASURED["TABLES"],
-    **{function.__name__: function for function in (metrics, alarms, trl_names, trl_refused)},
+    **{function.__name__: function for function in (metrics, alarms, trl_names, trl_refused, *MODELS)},
 }
 
 

@@ -98,7 +98,7 @@ class SparseCache(Cache):
         if layer_idx != self.next_layer:
             raise ValueError(
                 f"layer {layer_idx} came where layer {self.next_layer} was due: a forward pass was cut short, or the "
-                "model's layers share their cache; call reset() on the SparseCache, or use another model."
+                "model's layers do not attend in order; call reset() on the SparseCache, or use another model."
             )
         self.handed, self.handed_shape = layer_idx, key_states.shape
         setattr(key_states, HOLDER, self)
@@ -226,7 +226,7 @@ class SparseCache(Cache):
         )
 
     def attend(self, layer_idx: int, call: AttentionCall) -> torch.Tensor:
-        assert self.handed == layer_idx, f"keys of layer {self.handed} arrived at layer {layer_idx}"
+        assert self.handed in (layer_idx, None), f"keys of layer {self.handed} at layer {layer_idx}"  # None: shared
         if call.q_BHTD.requires_grad:
             raise ValueError("a SparseCache keeps no gradients; call the model under torch.no_grad().")
         self.handed = None

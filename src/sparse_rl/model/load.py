@@ -19,8 +19,9 @@ import torch
 import transformers
 
 from sparse_rl.model import dequantise, lora, rope, smollm2, wrappers
-from sparse_rl.model.attention import UnsupportedModelError, registered
+from sparse_rl.model.attention import NAME, UnsupportedModelError, registered
 from sparse_rl.model.dry_run import AttentionShape, dry_run
+from sparse_rl.model.probe import own_attention
 from sparse_rl.model.tiny import FAMILIES, tiny_config, tiny_model, tiny_tokenizer
 from sparse_rl.specs import first_line, suggestion
 
@@ -256,6 +257,8 @@ def _saying_why_not(name: str) -> Iterator[None]:
     except UnsupportedModelError:
         raise
     except Exception as error:  # whatever the library, the hub or the file system says
+        if error.args == (NAME,):  # looked for among attentions of its own
+            raise UnsupportedModelError(own_attention(f"model {name!r}")) from error
         if folder.exists() and "tokenizer" in str(error) and not any((folder / file).exists() for file in TOKENIZERS):
             raise ValueError(
                 f"model {name!r} has no tokenizer ({', '.join(TOKENIZERS)}); write one into the folder with "

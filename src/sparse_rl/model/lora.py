@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 import importlib
 import json
+import logging
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -27,9 +28,14 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from sparse_rl.model import wrappers
+from sparse_rl.model.probe import has_experts
 from sparse_rl.specs import first_line, refuse_unused
 
+logger = logging.getLogger(__name__)
+
 ALL = "all-linear"
+EXPERTS = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
+ROUTERS = {"router", "gate", "shared_expert_gate"}  # what transformers calls those of mixtures
 ADAPTER = "adapter_config.json"  # a folder with this file is an adapter's
 WEIGHTS = "adapter_model.safetensors"
 
@@ -40,7 +46,7 @@ class LoraConfig:
 
     r: rank of the adapters, 0 for none; they need about ten times the learning rate of a full model
     alpha: the adapters' output is scaled by alpha / r
-    target: projections to adapt by name, or "all-linear" for all but the head
+    target: projections to adapt by name, or "all-linear" for all but the head and routers of experts
     """
 
     r: int = 0
@@ -71,7 +77,7 @@ def add_adapters(model: transformers.PreTrainedModel, config: LoraConfig, seed: 
     _check_target(model, config.target)
     check_rank(config.r, model.config.get_text_config().hidden_size)
     settings = _peft(f"lora.r is {config.r}").LoraConfig(
-        r=config.r, lora_alpha=config.alpha, target_modules=ALL if ALL in config.target else list(config.target)
+        r=config.r, lora_alpha=config.alpha, target_modules=_target_modules(model, config.target)
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -194,6 +200,24 @@ def _check_target(model: transformers.PreTrainedModel, target: tuple[str, ...]) 
         fits = [fit for name, fit in found.items() if name == given or name.endswith(f".{given}")]
         if given != ALL and not (fits and all(fits)):
             raise ValueError(f"lora.target has {given!r}; this model's projections are {', '.join(known)}.")
+
+
+def _target_modules(model: transformers.PreTrainedModel, target: tuple[str, ...]) -> str | list[str]:
+    """As peft wants them. Of a mixture all but the routers, which peft would adapt too: tokens then go elsewhere."""
+    head = model.get_output_embeddings()
+    linear = {name for name, part in model.named_modules() if isinstance(part, torch.nn.Linear) and part is not head}
+    routers = {name for name in linear if ROUTERS & {*name.split(".")}} if has_experts(model) else set()
+    if ALL not in target:
+        hit = sorted(name for name in routers if any(name.endswith(f".{given}") for given in target))
+        if hit:
+            logger.warning("lora.target adapts %d routers of experts too, such as %s.", len(hit), hit[0])
+        return list(target)
+    if not has_experts(model):
+        return ALL
+    logger.info("lora.target all-linear leaves out the routers of experts.")
+    # By their last names, and by those that peft knows the experts' fused projections by.
+    names = {name.rpartition(".")[2] for name in linear - routers} | {*EXPERTS}
+    return rf".*\.({'|'.join(sorted(names))})"
 
 
 def _peft(reason: str) -> Any:
