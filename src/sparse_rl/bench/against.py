@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from sparse_rl.bench.floor import fused
 from sparse_rl.bench.meter import synchronize
 from sparse_rl.bench.work import BenchConfig, output_lengths
 from sparse_rl.model.shapes import random_module, shape_config
@@ -56,8 +57,7 @@ def time_generate(config: BenchConfig, dtype: torch.dtype, prompts: list[Prompt]
     """
     device = torch.device(config.device or "cpu")
     model = random_module(config.shape, device, dtype, config.seed, attn_implementation="eager")
-    if model._supports_sdpa:  # sinks have no fused kernel there
-        model.set_attn_implementation("sdpa")
+    model.set_attn_implementation(fused(model))
     each = [prompt for prompt in prompts for _ in range(config.n)]
     batches = [each[i : i + config.rows] for i in range(0, len(each), config.rows)]
     if config.work == "standard":

@@ -47,6 +47,11 @@ def xi_floor(loaded: LoadedModel, rollouts: list[Rollout], dense_tokens: int) ->
     }
 
 
+def fused(model: transformers.PreTrainedModel) -> str:
+    """The module's own attention, fused where there is such a kernel; sinks have none."""
+    return "sdpa" if model._supports_sdpa else "eager"
+
+
 @torch.no_grad()
 def module_logprobs(model: transformers.PreTrainedModel, rollouts: list[Rollout], tokens: slice) -> torch.Tensor:
     """Log-probs of the rollouts' tokens, decoded one at a time by the module itself, R T."""
@@ -55,7 +60,7 @@ def module_logprobs(model: transformers.PreTrainedModel, rollouts: list[Rollout]
     ids = torch.stack(sequences).to(model.device)
     first, last = prompt_len + tokens.start, prompt_len + tokens.stop
     found = []
-    model.set_attn_implementation("sdpa")
+    model.set_attn_implementation(fused(model))
     try:
         out = model(input_ids=ids[:, :first], use_cache=True, logits_to_keep=1)
         for place in range(first, last):
