@@ -25,8 +25,8 @@ NUM_ROWS = 10
 
 def grade(completions, **columns):
     """Right, wrong, failed or declined, as the text has it."""
-    found = [zlib.crc32(str(completion).encode()) % 8 for completion in completions]
-    return [Failed("it hung") if place == 6 else None if place == 7 else float(place < 3) for place in found]
+    found = [zlib.crc32(str(completion).encode()) % 16 for completion in completions]
+    return [Failed("it hung") if place == 14 else None if place == 15 else float(place < 6) for place in found]
 
 
 def toy(folder: Path, seed: int) -> None:
@@ -93,7 +93,7 @@ def arm(point: str, count: int, draw: random.Random) -> None:
         nonlocal passed
         passed += 1
         if passed == count and point == "write":
-            path, content = args
+            path, content, _ = args
             with open(path, "ab") as file:
                 file.write(content[: draw.randrange(len(content))])
         if passed == count and point.endswith("json"):
