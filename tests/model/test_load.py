@@ -42,7 +42,7 @@ REFUSED = {
     "chunked attention": ("llama4_text", {"num_local_experts": 2}, "chunked_attention"),
     "attention twice a layer": ("diffllama", {}, r"for layers \[0, 0, 1, 1, .* each of its 4 once in order"),
     "its own attention": ("stablelm", {}, "code of its own, not through transformers' AttentionInterface"),
-    "a mask of its own": ("doge", {}, "reads or changes the attention mask"),
+    "a mask of its own": ("doge", {}, "attention mask|got a mask"),
     "an encoder": ("bert", {}, "reads the tokens that follow"),
     "positions of its own": ("roberta", {"is_decoder": True}, "other logits"),
     "layers of two widths": (
