@@ -31,7 +31,7 @@ from sparse_rl.kv.schedule import Schedule
 from sparse_rl.runfolder import package_commit, write_json
 
 RESULTS = Path("benchmarks/results")
-SPEED = ("rollout_h200", "learner_h200", "full_step_h200", "policies_speed", "cost_h200")
+SPEED = ("rollout_h200", "mixtures_h200", "learner_h200", "full_step_h200", "policies_speed", "cost_h200")
 CALIBRATED = ("calibrate_smollm2/snapkv", "calibrate_smollm2/pages_mean")
 QUALITY = ("smollm2_words", "eval_smollm2", "smollm2_lookup", "policies_quality", *CALIBRATED)
 FILES = {"cpu": ("rollout_cpu", "calibrate_embedded"), "gpu": (*SPEED, *QUALITY, "evidence")}

@@ -22,6 +22,8 @@ SHAPES = {
     "qwen2.5-7b": "Qwen2.5-7B",
     "qwen3-1.7b": "Qwen3-1.7B",
     "qwen3-4b": "Qwen3-4B",
+    "qwen3-30b-a3b": "Qwen3-30B-A3B",
+    "gpt-oss-20b": "gpt-oss-20B",
 }
 CACHES = {"full": "dense", "rkv": "R-KV", "snapkv": "SnapKV", "quest": "Quest", "pages_mean": "`pages_mean`"}
 CLASSES = {  # of the kernels of a step
@@ -153,6 +155,17 @@ def rollouts() -> str:
         )
     heading = ("shape", "rows", "output", "cache", "tok/s", "ms a step", "share of the roofline", "KV at the peak")
     return table(heading, rows) + commit(*read("rollout_h200"))
+
+
+def mixtures() -> str:
+    rows = []
+    for record in read("mixtures_h200"):
+        settings, found = record["settings"], record["results"]
+        rival = found["against"].get("generate")
+        theirs = f"{rival['tokens_per_s']:,.0f} ({rival['ratio']:.1f}x)" if rival else ""
+        cache, peak = cache_of(settings["kv"]), gigabytes(found["kv"]["peak_bytes"])
+        rows.append((SHAPES[settings["shape"]], cache, f"{found['tokens_per_s']:,.0f}", theirs, peak))
+    return table(("shape", "cache", "tok/s", "`generate`", "KV at the peak"), rows) + commit(*read("mixtures_h200"))
 
 
 def rollout_split() -> str:
@@ -383,6 +396,7 @@ TABLES: dict[str, Callable[..., str]] = {
         measured,
         rollouts,
         rollout_split,
+        mixtures,
         policies_speed,
         selecting,
         policies_quality,
