@@ -26,7 +26,8 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     cells, before, wrong = families.cells(), recorded(), []
-    record(families.outside(), cells)
+    known = {*cells, *families.outside()}
+    record(families.outside(), known)
     for cell in sys.argv[1:] or cells:
         try:
             with tempfile.TemporaryDirectory() as folder:
@@ -35,7 +36,7 @@ def main() -> None:
             wrong.append(cell)
             print(f"{cell} is wrong:\n{traceback.format_exc()}", flush=True)
             continue
-        record({cell: now}, cells)
+        record({cell: now}, known)
         if now != before.get(cell):
             print(f"{cell}: {now}\n    (before: {before.get(cell, 'nothing')})", flush=True)
     works = sum(text == "works" for text in recorded().values())

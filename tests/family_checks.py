@@ -58,14 +58,10 @@ def recorded(version: str | None = None) -> dict[str, str]:
     return {cell: text for cell, text in merged.items() if text is not None}
 
 
-def record(verdicts: dict[str, str], cells: list[str]) -> None:
-    """Replace those of the installed version. Of the others only those of `cells` and what is left out stay."""
+def record(verdicts: dict[str, str], known: set[str]) -> None:
+    """Replace those of the installed version; only what is known there stays."""
     everything = json.loads(VERDICTS.read_text())
-    now = {
-        cell: text
-        for cell, text in (recorded() | verdicts).items()
-        if cell in cells or cell in verdicts or text.startswith("left")
-    }
+    now = {cell: text for cell, text in (recorded() | verdicts).items() if cell in known}
     if release() == NEWEST:
         everything[NEWEST] = now
     else:
