@@ -41,7 +41,7 @@ from sparse_rl.sandbox.remote import (
     number,
     told,
 )
-from sparse_rl.sandbox.statements import bound, fault, used_as_classes
+from sparse_rl.sandbox.statements import bound, fault, type_names, used_as_classes
 
 # What tests say without importing it comes from here, never from the program: modules, what compares, and types whose
 # equality decides. Names that a task may ask for (gcd, sqrt, permutations) are not among them.
@@ -59,9 +59,8 @@ _HELPERS = {
 }
 _FOUND_IN = {name: module for module, names in _HELPERS.items() for name in names.split()}
 _CATCHES = ("raises", "assertRaises", "assertRaisesRegex", "suppress")
-_ARITHMETIC = (ast.operator, ast.unaryop, ast.boolop, ast.cmpop, ast.expr_context, ast.Expression, ast.Constant)
-_ARITHMETIC += (ast.BinOp, ast.UnaryOp, ast.BoolOp, ast.Compare, ast.IfExp, ast.List, ast.Tuple, ast.Set, ast.Dict)
-_ARITHMETIC += (ast.Subscript, ast.Slice)
+_OPERATORS = (ast.operator, ast.unaryop, ast.boolop, ast.cmpop, ast.BinOp, ast.UnaryOp, ast.BoolOp, ast.Compare)
+_VALUES = (ast.Expression, ast.Constant, ast.List, ast.Tuple, ast.Set, ast.Dict, ast.IfExp, ast.Subscript, ast.Slice)
 _LONG = 1 << 20  # bytes of a result's text
 _replies, _verdict = 0, 2
 
@@ -146,24 +145,24 @@ class _Code:
             caught = node.type if isinstance(node, ast.ExceptHandler) else None
             if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in _CATCHES and node.args:
                 caught = node.args[0]
-            for name in (part.id for part in ast.walk(caught) if isinstance(part, ast.Name)) if caught else ():
+            for name in type_names(caught) if caught else ():
                 if name not in self.space and not hasattr(builtins, name) and name not in self.bound:
                     self.space[name] = exceptions[name] = type(name, (Exception,), {})
 
     def evaluate(self, text: object, *spaces: Any) -> Any:
-        """`eval`: of a text that the tests hold, or of arithmetic. Any other could be the program's, and say anything."""
+        """`eval` of a text that the tests hold, or of arithmetic. Any other may be the program's own."""
         known = {name for space in spaces if isinstance(space, dict) and space is not self.space for name in space}
         if text not in self.texts and not (isinstance(text, str) and _arithmetic(text, known)):
             raise Undecided("the tests evaluate a text that the program may have written")
         frame = sys._getframe(1)
-        return eval(text, *(spaces or (frame.f_globals, frame.f_locals)))  # type: ignore[arg-type]
+        return eval(text, *(spaces or (frame.f_globals, frame.f_locals)))
 
     def execute(self, text: object, *spaces: Any) -> None:
-        """`exec`, likewise."""
+        """`exec` of a text that the tests hold."""
         if text not in self.texts:
             raise Undecided("the tests execute a text that the program may have written")
         frame = sys._getframe(1)
-        exec(text, *(spaces or (frame.f_globals, frame.f_locals)))  # type: ignore[arg-type]
+        exec(text, *(spaces or (frame.f_globals, frame.f_locals)))
 
     def prepare(self, node: ast.AST) -> None:
         """Modules and helpers that nobody imported; Broken for what cannot work."""
@@ -198,7 +197,8 @@ class _Code:
                 return self.undecided(f"the tests end their own process in {where}")
             except BaseException as error:  # pytest's own failures are no Exceptions
                 text = _text(error)
-                return "undecided" if re.search("Opaque|'Made'", text) else "failed" if asked else "broken", f"{text} in {where}"
+                word = "undecided" if re.search("Opaque|'Made'", text) else "failed" if asked else "broken"
+                return word, f"{text} in {where}"
         return ("passed", "") if asked else ("broken", "the tests never call the program.")
 
     def undecided(self, reason: str) -> tuple[str, str]:
@@ -215,7 +215,8 @@ def _as_functions(node: ast.AST) -> list[str]:
 def _arithmetic(text: str, known: set[str]) -> bool:
     """Whether a text is an expression of numbers, texts and known names, without a call or an attribute."""
     nodes = ast.walk(ast.parse(text.strip(), mode="eval"))
-    return all(isinstance(node, _ARITHMETIC) or (isinstance(node, ast.Name) and node.id in known) for node in nodes)
+    allowed = (*_OPERATORS, *_VALUES, ast.expr_context)
+    return all(isinstance(node, allowed) or (isinstance(node, ast.Name) and node.id in known) for node in nodes)
 
 
 def _text(error: BaseException) -> str:
