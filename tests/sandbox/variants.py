@@ -131,7 +131,7 @@ HONEST = """
 s = Stack()\\ns.push(1)\\nassert s.pop() == 1\\nwith pytest.raises(Empty, match='nothing'):\\n s.pop()
 import unittest\\nunittest.TestCase().assertRaises(Empty, fails)
 try:\\n fails()\\n assert False\\nexcept Empty:\\n pass
-try:\\n parse('x')\\n assert False\\nexcept json.JSONDecodeError:\\n pass
+try:\\n parse('x')\\n assert False\\nexcept (json.JSONDecodeError, ValueError):\\n pass
 t = Trie()\\nt.put('abc')\\nassert 'abc' in t and 'ab' not in t
 v = Vec(3, 4)\\nassert abs(v) == 5 and v.norm() == 5
 c = CountTo(3)\\nassert list(c) == [1, 2, 3] and sum(c) == 6 and c.stop == 3
