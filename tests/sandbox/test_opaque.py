@@ -191,6 +191,13 @@ def test_what_users_ask_of_programs(reward, canonical):
 
 
 @confined
+def test_a_program_may_define_eval(reward):
+    row = {"tests": ["assert eval('7') == 8"], "entry_point": "eval"}
+    verdicts = [reward.judge(f"def eval(text): return int(text) + {n}", row).word for n in (1, 0)]
+    assert verdicts == ["passed", "failed"]
+
+
+@confined
 def test_a_thing_that_cannot_do_what_is_asked_is_undecided(reward):
     verdict = reward.judge(HONEST_PROGRAM, {"tests": ["v = Vec(1, 2)\nassert v.norm() > 0 and v | v"]})
     assert verdict.word == "undecided" and "Made" in verdict.detail, verdict

@@ -127,14 +127,13 @@ class _Code:
         trees = [ast.parse(text) for text in tests]
         nodes = [node for tree in trees for node in ast.walk(tree)]
         self.bound = {name for node in nodes for name in bound(node)}
-        self.space = _Space(own)
+        self.space = _Space(own | {"eval": self.evaluate, "exec": self.execute})
         self.space.classes = used_as_classes(nodes).union(classes)
         called = [node.func for node in nodes if isinstance(node, ast.Call)]
         self.space.functions = {name for node in nodes for name in _as_functions(node)}
         self.catch(nodes)
         self.space.update((name, self.space.named(name)) for name in names if name not in exceptions)
         self.texts = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
-        self.space.update(eval=self.evaluate, exec=self.execute)
         for node in (*called, *nodes):
             self.prepare(node)
         self.fault = fault(trees, self.space)
