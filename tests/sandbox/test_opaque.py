@@ -9,6 +9,7 @@ import random
 import pytest
 from sandbox.objects import JUDGED, MAKES, OBJECTS, STEERED, UNJUDGED, WRONG
 from sandbox.opaque import LIES, LONG_LIES, YES
+from sandbox.variants import HONEST, HONEST_PROGRAM, VARIANTS
 
 from sparse_rl.grading.code import CodeReward
 from sparse_rl.sandbox.isolation import isolation
@@ -169,3 +170,34 @@ def test_programs_that_cannot_be_judged_are_counted(caplog, monkeypatch):
     said = [record.getMessage() for record in caplog.records]
     assert [message[:17] for message in said] == ["1 of 1 programs s", "2 of 4 programs s", "5 of 8 programs s"]
     assert all("(for a reason)" in message and "answer" in message for message in said)
+
+
+@confined
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.some(4)
+def test_no_variant_gets_around_its_tests(reward, name):
+    """And none is left out. `eval` and `exec` of what a program wrote are not run at all."""
+    row, solves, avoids = VARIANTS[name]
+    assert not solves or reward.judge(solves, row).word == "passed"
+    verdict = reward.judge(avoids, row)
+    assert verdict.word in ("failed", "undecided"), verdict
+
+
+@confined
+@pytest.mark.parametrize("canonical", ["", HONEST_PROGRAM])
+def test_what_users_ask_of_programs(reward, canonical):
+    verdict = reward.judge(HONEST_PROGRAM, {"tests": [lines(test) for test in HONEST], "answer": canonical})
+    assert verdict.word == "passed", verdict
+
+
+@confined
+def test_a_program_may_define_eval(reward):
+    row = {"tests": ["assert eval('7') == 8"], "entry_point": "eval"}
+    verdicts = [reward.judge(f"def eval(text): return int(text) + {n}", row).word for n in (1, 0)]
+    assert verdicts == ["passed", "failed"]
+
+
+@confined
+def test_a_thing_that_cannot_do_what_is_asked_is_undecided(reward):
+    verdict = reward.judge(HONEST_PROGRAM, {"tests": ["v = Vec(1, 2)\nassert v.norm() > 0 and v | v"]})
+    assert verdict.word == "undecided" and "Made" in verdict.detail, verdict

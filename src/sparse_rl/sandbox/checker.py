@@ -21,6 +21,7 @@ import hashlib
 import importlib
 import json
 import os
+import re
 import sys
 from typing import Any
 
@@ -40,21 +41,26 @@ from sparse_rl.sandbox.remote import (
     number,
     told,
 )
-from sparse_rl.sandbox.statements import bound, fault, used_as_classes
+from sparse_rl.sandbox.statements import bound, fault, type_names, used_as_classes
 
 # What tests say without importing it comes from here, never from the program: modules, what compares, and types whose
 # equality decides. Names that a task may ask for (gcd, sqrt, permutations) are not among them.
 _MODULES = {"np": "numpy", "numpy": "numpy", "pd": "pandas", "pytest": "pytest"}
 _HELPERS = {
-    "math": "isclose isnan isinf isfinite inf nan",
+    "math": "isclose isnan isinf isfinite inf nan fabs pi",
     "numpy": "allclose array_equal array_equiv",
     "numpy.testing": "assert_allclose assert_almost_equal assert_array_equal assert_array_almost_equal assert_equal",
     "pytest": "approx raises",
+    "datetime": "date datetime timedelta",
+    "uuid": "UUID",
     "collections": "Counter OrderedDict defaultdict deque",
     "decimal": "Decimal",
     "fractions": "Fraction",
 }
 _FOUND_IN = {name: module for module, names in _HELPERS.items() for name in names.split()}
+_CATCHES = ("raises", "assertRaises", "assertRaisesRegex", "suppress")
+_OPERATORS = (ast.operator, ast.unaryop, ast.boolop, ast.cmpop, ast.BinOp, ast.UnaryOp, ast.BoolOp, ast.Compare)
+_VALUES = (ast.Expression, ast.Constant, ast.List, ast.Tuple, ast.Set, ast.Dict, ast.IfExp, ast.Subscript, ast.Slice)
 _LONG = 1 << 20  # bytes of a result's text
 _replies, _verdict = 0, 2
 
@@ -95,6 +101,7 @@ class _Space(dict[str, Any]):
     """The names of test code. Those that nobody has are the program's: functions, classes, and globals as they are."""
 
     classes: set[str]
+    functions: set[str]
 
     def named(self, name: str) -> Opaque:
         return Made(name) if name in self.classes else OpaqueResult(name)
@@ -102,9 +109,11 @@ class _Space(dict[str, Any]):
     def __missing__(self, name: str) -> Any:
         if hasattr(builtins, name) or name.startswith("__"):
             raise KeyError(name)
-        value = ask("value", OpaqueResult(name))
+        value = OpaqueResult(name)._once("value")
         if isinstance(value, Opaque):
             self[name] = value = self.named(name)
+            if name not in self.functions:
+                told.append(name)  # it could have been plain
         return value
 
 
@@ -118,15 +127,44 @@ class _Code:
         trees = [ast.parse(text) for text in tests]
         nodes = [node for tree in trees for node in ast.walk(tree)]
         self.bound = {name for node in nodes for name in bound(node)}
-        self.space = _Space(own)
+        self.space = _Space(own | {"eval": self.evaluate, "exec": self.execute})
         self.space.classes = used_as_classes(nodes).union(classes)
-        self.space.update((name, self.space.named(name)) for name in names)
-        for node in nodes:
+        called = [node.func for node in nodes if isinstance(node, ast.Call)]
+        self.space.functions = {name for node in nodes for name in _as_functions(node)}
+        self.catch(nodes)
+        self.space.update((name, self.space.named(name)) for name in names if name not in exceptions)
+        self.texts = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+        for node in (*called, *nodes):
             self.prepare(node)
         self.fault = fault(trees, self.space)
 
+    def catch(self, nodes: list[ast.AST]) -> None:
+        """The exceptions that tests name and do not make themselves are the program's."""
+        for node in nodes:
+            caught = node.type if isinstance(node, ast.ExceptHandler) else None
+            if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in _CATCHES and node.args:
+                caught = node.args[0]
+            for name in type_names(caught) if caught else ():
+                if name not in self.space and not hasattr(builtins, name) and name not in self.bound:
+                    self.space[name] = exceptions[name] = type(name, (Exception,), {})
+
+    def evaluate(self, text: object, *spaces: Any) -> Any:
+        """`eval` of a text that the tests hold, or of arithmetic. Any other may be the program's own."""
+        known = {name for space in spaces if isinstance(space, dict) and space is not self.space for name in space}
+        if text not in self.texts and not (isinstance(text, str) and _arithmetic(text, known)):
+            raise Undecided("the tests evaluate a text that the program may have written")
+        frame = sys._getframe(1)
+        return eval(text, *(spaces or (frame.f_globals, frame.f_locals)))
+
+    def execute(self, text: object, *spaces: Any) -> None:
+        """`exec` of a text that the tests hold."""
+        if text not in self.texts:
+            raise Undecided("the tests execute a text that the program may have written")
+        frame = sys._getframe(1)
+        exec(text, *(spaces or (frame.f_globals, frame.f_locals)))
+
     def prepare(self, node: ast.AST) -> None:
-        """Modules and helpers that nobody imported, exceptions that are the program's; Broken for what cannot work."""
+        """Modules and helpers that nobody imported; Broken for what cannot work."""
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
             name = node.value.id
             if name in sys.stdlib_module_names and name not in self.space and not hasattr(builtins, name):
@@ -136,10 +174,6 @@ class _Code:
                 self.space[node.id] = importlib.import_module(_MODULES[node.id])
             elif node.id in _FOUND_IN:
                 self.space[node.id] = getattr(importlib.import_module(_FOUND_IN[node.id]), node.id)
-        if isinstance(node, ast.ExceptHandler) and node.type is not None:
-            for name in (part.id for part in ast.walk(node.type) if isinstance(part, ast.Name)):
-                if name not in self.space and not hasattr(builtins, name):
-                    self.space[name] = exceptions[name] = type(name, (Exception,), {})
         if isinstance(node, ast.Compare) and any(isinstance(how, ast.Is | ast.IsNot) for how in node.ops):
             sides = [node.left, *node.comparators]
             types = (isinstance(side, ast.Name) and hasattr(builtins, side.id) for side in sides)
@@ -162,12 +196,26 @@ class _Code:
                 return self.undecided(f"the tests end their own process in {where}")
             except BaseException as error:  # pytest's own failures are no Exceptions
                 text = _text(error)
-                return "undecided" if "Opaque" in text else "failed" if asked else "broken", f"{text} in {where}"
+                word = "undecided" if re.search("Opaque|'Made'", text) else "failed" if asked else "broken"
+                return word, f"{text} in {where}"
         return ("passed", "") if asked else ("broken", "the tests never call the program.")
 
     def undecided(self, reason: str) -> tuple[str, str]:
         """The tests do not work. If the program has answered, its answers may be why, and it gets no way out of a 0."""
         return "undecided" if told and not self.fault else "broken", reason
+
+
+def _as_functions(node: ast.AST) -> list[str]:
+    """The names that a call or a definition uses as functions, or hands to one."""
+    parts = [node.func, *node.args] if isinstance(node, ast.Call) else getattr(node, "decorator_list", [])
+    return [part.id for part in parts if isinstance(part, ast.Name)]
+
+
+def _arithmetic(text: str, known: set[str]) -> bool:
+    """Whether a text is an expression of numbers, texts and known names, without a call or an attribute."""
+    nodes = ast.walk(ast.parse(text.strip(), mode="eval"))
+    allowed = (*_OPERATORS, *_VALUES, ast.expr_context)
+    return all(isinstance(node, allowed) or (isinstance(node, ast.Name) and node.id in known) for node in nodes)
 
 
 def _text(error: BaseException) -> str:

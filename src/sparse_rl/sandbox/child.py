@@ -20,7 +20,7 @@ import os
 import sys
 import types
 from collections.abc import Callable
-from itertools import islice
+from itertools import islice, repeat
 from typing import Any
 
 from sparse_rl.sandbox.confine import Confinement, View, confine
@@ -102,7 +102,8 @@ _VERBS: dict[str, Callable[..., Any]] = {
     "value": lambda thing: thing,
     "get": getattr,
     "set": setattr,
-    "list": lambda thing: [(items := iter(thing)) is thing, list(islice(items, 1_000_000))],
+    "list": lambda thing: [True, []] if (items := iter(thing)) is thing else [False, list(islice(items, 1_000_000))],
+    "take": lambda thing, count: list(islice(map(next, repeat(thing)), count)),  # iter(thing) might start it again
     "builtin": lambda thing, name, *rest: getattr(builtins, name)(thing, *rest),
     "operator": lambda thing, name, *rest: getattr(operator, name)(thing, *rest),
     "reflected": lambda thing, name, other: getattr(operator, name)(other, thing),

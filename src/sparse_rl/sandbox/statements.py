@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from datetime import date, datetime, timedelta
 from decimal import Decimal
 from fractions import Fraction
+from pathlib import PurePosixPath
 from types import ModuleType
 from typing import Any
 
@@ -22,7 +23,8 @@ _ALMOST = (Counter, deque, date, datetime, timedelta, Decimal, Fraction, re.Matc
 _ARRAYS = """T all any argmax argmin argsort astype clip cumprod cumsum dot dtype dtypes equals fillna flatten iat iloc
 isin isna isnull itemsize loc max mean median min nbytes ndim nlargest nonzero notna nsmallest nunique prod ptp ravel
 reshape round shape sort_index sort_values squeeze std sum to_numpy tolist transpose unique value_counts var"""
-_PLAIN_NAMES = frozenset(name for kind in _PLAIN + _ALMOST for name in dir(kind)).union(_ARRAYS.split())
+_PATHS = [name for name in dir(PurePosixPath) if "_" in name]  # a class may well have a `name` or a `parent`
+_PLAIN_NAMES = frozenset(name for kind in _PLAIN + _ALMOST for name in dir(kind)).union(_ARRAYS.split(), _PATHS)
 _LATER = (ast.Lambda, ast.GeneratorExp, ast.ListComp, ast.SetComp, ast.DictComp)
 _ENDS = ("exit", "quit", "sys.exit", "os._exit")
 
@@ -48,9 +50,9 @@ def used_as_classes(nodes: list[ast.AST]) -> set[str]:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
             made[ast.unparse(node)] = node.func.id
             if node.func.id == "isinstance" and len(node.args) == 2:
-                found |= _names(node.args[1])
+                found |= type_names(node.args[1])
         elif isinstance(node, ast.ExceptHandler) and node.type is not None:
-            found |= _names(node.type)
+            found |= type_names(node.type)
         elif isinstance(node, ast.Assign):
             for target, value in _assigned(node):
                 if isinstance(value, ast.Call) and isinstance(value.func, ast.Name):
@@ -62,10 +64,10 @@ def used_as_classes(nodes: list[ast.AST]) -> set[str]:
     return found
 
 
-def _names(node: ast.expr) -> set[str]:
+def type_names(node: ast.expr) -> set[str]:
     """Of Node, (Node, Edge) and Node | Edge; in type(f(3)), no name is a class."""
     parts = node.elts if isinstance(node, ast.Tuple) else [node.left, node.right] if isinstance(node, ast.BinOp) else []
-    return {node.id} if isinstance(node, ast.Name) else set().union(*map(_names, parts))
+    return {node.id} if isinstance(node, ast.Name) else set().union(*map(type_names, parts))
 
 
 def _assigned(node: ast.Assign) -> Iterator[tuple[ast.expr, ast.expr]]:

@@ -16,9 +16,10 @@ nothing (`remote.py` has the rule). A test that fails over one scores 0 and is c
 What tests do that cannot work with any program is the grader's failure, never a 0: a function passed to a function of
 the program's, `f(a) is a`. Where it depends on what the program answered, it is a 0, and counted as undecided.
 
-Names that tests do not define are the program's, but for modules and the usual helpers (np, isclose, approx, Counter):
-those are the checker's, unless `entry_point` or the canonical solution has them. A helper of another name that decides
-has to come with the tests, or the program will have one that says yes.
+Names that tests do not define are the program's, but for modules and the usual helpers (np, isclose, approx, Counter,
+date): those are the checker's, unless `entry_point` or the canonical solution has them. A helper of another name that
+decides has to come with the tests, or the program will have one that says yes. Text that is evaluated has to come with
+them too, unless it is arithmetic.
 """
 
 from __future__ import annotations
