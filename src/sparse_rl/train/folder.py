@@ -108,7 +108,7 @@ def fit_rotation(loaded: LoadedModel, config: RunConfig, longest: int) -> None:
     """Fix the model's rotation for sequences of up to `longest` tokens, or as it is in the run that is resumed."""
     settings = recorded(Path(config.output_dir)).get("config", {}) if config.resume_from_checkpoint else {}
     # A checkpoint that was trained with the long factor keeps it for shorter sequences too.
-    trained = trained_for(loaded.model.config.name_or_path) or 0
+    trained = trained_for(loaded.model.config.name_or_path or "") or 0
     rope.fix(loaded.model, settings.get("longest") or max(longest, trained))
     if longest > loaded.context and "longest" in settings:
         logger.warning(
