@@ -9,6 +9,7 @@ import re
 
 import pytest
 import torch
+import transformers
 from padded_batch import generate, padded
 
 from sparse_rl.kv import RKV, Full, SnapKV, build_policy
@@ -80,6 +81,31 @@ def test_another_model_needs_another_cache(tiny, prompts):
     generate(tiny(layers=2).model, prompts(5), cache)
     with pytest.raises(ValueError, match="a model of 4 layers on a SparseCache that holds the entries of 2"):
         generate(tiny(layers=4).model, prompts(60), cache)
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_a_call_without_the_cache_knows_nothing_of_a_pass_that_was_cut_short(layer, monkeypatch, prompts):
+    """Latent attention makes keys of what the cache hands out; a pass can end in between."""
+    settings = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "vocab_size": 259}
+    settings |= {"kv_lora_rank": 8, "q_lora_rank": None, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8}
+    settings |= {"num_key_value_heads": 2, "v_head_dim": 12, "intermediate_size": 32, "first_k_dense_replace": 2}
+    config = transformers.AutoConfig.for_model("deepseek_v3", **settings)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sparse_rl").eval()
+    ids, cache, update = torch.tensor(prompts(9)), SparseCache("rkv", budget=500), SparseCache.update
+
+    def stopped(self, keys, values, layer_idx, *args):
+        handed = update(self, keys, values, layer_idx, *args)
+        if layer_idx == layer:
+            raise KeyboardInterrupt
+        return handed
+
+    with torch.no_grad():
+        expected = model(ids[:, :1], use_cache=False).logits
+        model(ids, past_key_values=cache)
+        monkeypatch.setattr(SparseCache, "update", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            model(ids[:, :1], past_key_values=cache)
+        torch.testing.assert_close(model(ids[:, :1], use_cache=False).logits, expected)
 
 
 def fed(model, prompts, tokens_BT, cache, change=lambda step, *state: state):

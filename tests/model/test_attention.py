@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+import transformers
 from transformers import StaticCache
 
 from sparse_rl.kv import RKV
-from sparse_rl.model.attention import PackedRows, UnsupportedModelError, attention, attention_mask
+from sparse_rl.model.attention import PackedRows, UnsupportedModelError, attention, attention_mask, registered
+from sparse_rl.model.dry_run import dry_run
 from sparse_rl.model.tiny import FAMILIES
 from sparse_rl.rollout import Engine, Sampling
 from sparse_rl.score.pack import pack
@@ -115,3 +117,9 @@ def test_nobody_looks_for_packed_rows_in_the_positions(family, tiny, prompts, mo
     rollouts = Engine(loaded, RKV(budget=9)).generate(prompts(12, 5), Sampling(max_tokens=3, stop_ids=()))
     (microbatch,) = pack(rollouts, 100)
     loaded.model(**microbatch.inputs(loaded.model.device))
+
+
+def test_a_context_shorter_than_the_probes_is_no_reason_to_refuse():
+    config = transformers.GPT2Config(n_positions=40, n_embd=32, n_layer=1, n_head=2, vocab_size=64)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=registered())
+    assert dry_run(model).num_layers == 1

@@ -180,3 +180,13 @@ def test_a_merged_model_rotates_with_all_digits(tmp_path):
     merged = load(str(tmp_path / "adapter")).model
     assert merged.model.rotary_emb.inv_freq.dtype == torch.float32
     assert torch.equal(merged(ids).logits, expected), "a fresh adapter adds nothing"
+
+
+def test_a_model_without_a_name_has_no_record(tmp_path, monkeypatch):
+    """What lies in the working folder is another model's."""
+    monkeypatch.chdir(tmp_path)
+    rope.save(64, tmp_path)
+    loaded = load("tiny:phi3")
+    loaded.model.config.name_or_path = ""
+    loaded.fit(64)
+    assert loaded.context == 64

@@ -58,9 +58,12 @@ def test_a_run_and_what_comes_of_it_keep_the_factor(here, caplog):
     assert transformers.AutoConfig.from_pretrained("out").rope_parameters == own.rope_parameters
 
     train(GIVEN.replace("tiny:phi3", "short/checkpoint-2"), "--sampling.max_tokens 60 --trainer.output_dir long")
-    assert rope.recorded(here / "long" / "checkpoint-1") == 8192, "a new run chooses by its own sequences"
+    assert rope.recorded(here / "long" / "checkpoint-1") == 8192, "longer sequences need the long factor"
     line = last_line(here / "long")
     assert line["mismatch/xi_p01"] == pytest.approx(1, abs=1e-4) == line["mismatch/xi_p99"]
+
+    train(GIVEN.replace("tiny:phi3", "long/checkpoint-1"), "--sampling.max_tokens 8 --trainer.output_dir again")
+    assert rope.recorded(here / "again" / "checkpoint-1") == 8192, "what was trained with the long factor keeps it"
 
 
 def test_an_adapter_keeps_it_too(here):

@@ -158,6 +158,7 @@ def attention_mask(
     """Registered with transformers. None for plain causal attention, the mask itself where there is padding, a marker
     for packed rows (see `attention`).
     """
+    HANDED.__dict__.clear()  # a forward pass begins: what one that was cut short handed out is none of its keys
     if use_vmap:
         raise UnsupportedModelError(
             "the model adds its own mask to causal attention, which sparse_rl does not implement."

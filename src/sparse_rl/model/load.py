@@ -139,6 +139,8 @@ def load_reader(name: str, longest: int | None = None) -> Reader:
 
 def recorded(name: str) -> int | None:
     """What a checkpoint's rotation was fixed for when it was trained; of an adapter, or else of its base."""
+    if not name:  # of a model that was made in memory; Path would be the working folder
+        return None
     folder = Path(name)
     own = rope.recorded(folder)
     return recorded(lora.base_name(folder)) if own is None and (folder / lora.ADAPTER).is_file() else own

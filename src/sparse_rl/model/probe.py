@@ -102,7 +102,7 @@ def _probe(model: transformers.PreTrainedModel, step: int) -> tuple[list[torch.T
     """
     config, device = model.config.get_text_config(), model.device
     reach = min(getattr(config, "max_position_embeddings", None) or FARTHEST, FARTHEST)
-    spans = [*(range(length) for length in PROBES), range(max(0, reach - FAR), max(0, reach - FAR) + FAR)]
+    spans = [*(range(min(length, reach)) for length in PROBES), range(max(0, reach - FAR), max(0, reach - FAR) + FAR)]
     texts = [torch.arange(1, len(span) + 1, device=device)[None] * step % config.vocab_size for span in spans]
     places = [torch.tensor([*span], device=device)[None] for span in spans]
     with as_unsupported(model):

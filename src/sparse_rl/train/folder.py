@@ -18,6 +18,7 @@ from typing import Any
 from sparse_rl.metrics import read_log
 from sparse_rl.model import rope
 from sparse_rl.model.load import LoadedModel
+from sparse_rl.model.load import recorded as trained_for
 from sparse_rl.runfolder import command, provenance, record_digest, sealed, write_json
 from sparse_rl.train import checkpoint
 from sparse_rl.train.config import RunConfig
@@ -106,7 +107,9 @@ def chosen_state(config: RunConfig, optimizer_kind: str) -> tuple[Path | None, d
 def fit_rotation(loaded: LoadedModel, config: RunConfig, longest: int) -> None:
     """Fix the model's rotation for sequences of up to `longest` tokens, or as it is in the run that is resumed."""
     settings = recorded(Path(config.output_dir)).get("config", {}) if config.resume_from_checkpoint else {}
-    rope.fix(loaded.model, settings.get("longest") or longest)
+    # A checkpoint that was trained with the long factor keeps it for shorter sequences too.
+    trained = trained_for(loaded.model.config.name_or_path or "") or 0
+    rope.fix(loaded.model, settings.get("longest") or max(longest, trained))
     if longest > loaded.context and "longest" in settings:
         logger.warning(
             "sequences may have %d tokens, but the run was started for %d, and they end there; start another run from "
