@@ -56,6 +56,7 @@ CHANGES = {
     "inference mode": lambda: left_open(torch.inference_mode()),
     "folder": lambda: os.chdir("/"),
     "handlers": lambda: [signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)],
+    "alarm": lambda: signal.alarm(1000),
     "stderr closed": lambda: sys.stderr.close(),
     "stdout closed": lambda: sys.stdout.close(),
     "streams wrapped anew": lambda: setattr(sys, "stderr", io.TextIOWrapper(sys.stderr.buffer)),
@@ -100,6 +101,24 @@ def test_what_a_reward_changes_is_put_back(tmp_path, change, where, monkeypatch)
     gc.collect()  # a stream that wraps another closes it in the end
     assert state() == before
     print("still heard", file=sys.stderr)
+
+
+def test_a_copy_that_a_reward_makes_of_the_process_takes_no_steps(tmp_path):
+    """It would write into the same logs and checkpoints."""
+    copies = []
+
+    def forks(completions, **_):
+        if copy := os.fork():
+            copies.append(copy)
+        return digits(completions)
+
+    process = os.getpid()
+    try:
+        small_trainer(tmp_path, steps=1, task=graded_by(forks)).train()
+    finally:
+        if os.getpid() != process:
+            os._exit(0)
+    assert [os.waitstatus_to_exitcode(os.waitpid(copy, 0)[1]) for copy in copies] == [1] * len(copies)
 
 
 def test_what_cannot_be_put_back_is_an_error():

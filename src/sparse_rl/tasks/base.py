@@ -31,7 +31,7 @@ import transformers
 from sparse_rl.grading import Failed
 from sparse_rl.specs import cut
 from sparse_rl.tasks.event_loop import run_together
-from sparse_rl.tasks.preserved import open_streams, preserved
+from sparse_rl.tasks.preserved import one_process, open_streams, preserved
 from sparse_rl.types import Prompt, Rollout
 
 if TYPE_CHECKING:
@@ -165,7 +165,7 @@ class Rewards:
         """What each function returns; async ones run last, at the same time."""
         given: dict[str, Any] = {}
         try:
-            with open_streams():
+            with open_streams(), one_process():
                 for name, function in zip(self.names, self.functions, strict=True):
                     try:
                         given[name] = function(**inputs)
