@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import io
 import os
@@ -119,6 +120,50 @@ def test_a_copy_that_a_reward_makes_of_the_process_takes_no_steps(tmp_path):
         if os.getpid() != process:
             os._exit(0)
     assert [os.waitstatus_to_exitcode(os.waitpid(copy, 0)[1]) for copy in copies] == [1] * len(copies)
+
+
+class Unreadable:
+    def __getattr__(self, name):
+        raise SystemExit(7)
+
+    def __repr__(self):
+        raise SystemExit(7)
+
+
+class Textless(BaseException):
+    def __str__(self):
+        raise SystemExit(7)
+
+
+def test_what_a_reward_returns_or_raises_ends_nothing_by_itself():
+    """Whatever its text, its type or its numbers do when they are read."""
+    given = {"whole": Unreadable(), "parts": [Unreadable()] * 4, "long": [10**5000] * 4, "deep": [[]] * 4}
+    for _ in range(100_000):
+        given["deep"][0] = [given["deep"][0]]
+    for value in given.values():
+        with pytest.raises(ValueError, match=r"reward function '<lambda>' returned .*must (return|be)"):
+            grade(lambda value=value, **_: value)
+
+    def raises(**_):
+        raise Textless
+
+    with pytest.raises(ValueError, match="'raises' raised Textless: a Textless without a text"):
+        grade(raises)
+
+
+def test_what_an_async_reward_leaves_in_its_loop_stops_no_later_one():
+    async def leaves(**_):
+        async def ends():
+            raise SystemExit(3)
+
+        task = asyncio.get_running_loop().create_task(ends())
+        await asyncio.sleep(0.01)
+        assert task.done()
+        asyncio.get_running_loop().stop()
+        return [1.0] * 4
+
+    for _ in range(2):
+        assert grade(leaves).rewards.tolist() == [1.0] * 4
 
 
 def test_what_cannot_be_put_back_is_an_error():
