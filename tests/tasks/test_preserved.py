@@ -147,7 +147,7 @@ def test_what_a_reward_returns_or_raises_ends_nothing_by_itself():
     def raises(**_):
         raise Textless
 
-    with pytest.raises(ValueError, match="'raises' raised Textless: a Textless without a text"):
+    with pytest.raises(ValueError, match="'raises' raised Textless: Textless without a text"):
         grade(raises)
 
 

@@ -159,7 +159,7 @@ class Rewards:
                 if isinstance(error, ValueError) or ends_the_process(error):
                     raise
                 raise ValueError(
-                    f"reward function {name!r} returned a {type(given).__name__} that cannot be read "
+                    f"reward function {name!r} returned {type(given).__name__} that cannot be read "
                     f"({type(error).__name__}); it must return a list, one number a completion."
                 ) from error
         stacked = torch.stack(list(by_function.values()))
@@ -228,7 +228,7 @@ def _text(value: Any) -> str:
     except BaseException as error:
         if ends_the_process(error):
             raise
-        return f"a {type(value).__name__} without a text"
+        return f"{type(value).__name__} without a text"
 
 
 def completion_texts(rollouts: list[Rollout], tokenizer: transformers.PreTrainedTokenizerBase) -> list[str]:
