@@ -158,7 +158,7 @@ def test_what_an_async_reward_leaves_in_its_loop_stops_no_later_one():
 
         task = asyncio.get_running_loop().create_task(ends())
         await asyncio.sleep(0.01)
-        assert task.done()
+        assert isinstance(task.exception(), SystemExit)
         asyncio.get_running_loop().stop()
         return [1.0] * 4
 
