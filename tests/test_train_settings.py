@@ -48,7 +48,7 @@ def test_a_dry_run_prints_a_file_that_gives_the_same_settings(arguments, config)
 
 def test_a_dry_run_touches_nothing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for model, said in (("no/such/model", "# not checked with the model and its data: "), ("embedded", "# fits")):
+    for model, said in (("no-such/model", "# not checked with the model and its data: "), ("embedded", "# fits")):
         code, out, err = train("--trainer.output_dir", "run", "--model", model, "--sampling.n", "2", "--dry-run")
         assert (code, err) == (0, "") and out.splitlines()[-1].startswith(said)
     assert list(tmp_path.iterdir()) == []
@@ -78,6 +78,9 @@ REFUSED = {
     "end tokens": (["--sampling.stop_ids", "[9999]"], "sampling.stop_ids has 9999"),
     "no run": (["--trainer.resume_from_checkpoint", "true"], "there is no run to resume in run"),
     "a folder": (["--trainer.output_dir", "rows.jsonl"], "which is a file; name a folder"),
+    "a folder in a file": (["--trainer.output_dir", "rows.jsonl/run"], "and 'rows.jsonl' is a file; name a folder"),
+    "a device": (["--device", "nowhere"], "device 'nowhere' cannot be used here"),
+    "a path to no model": (["--model", "/no/such/model"], "is neither a folder nor a hub name"),
     "a model": (["--model", "embeded"], "did you mean 'embedded'?"),
     "a model's folder": (["--model", "."], "is not a Hugging Face model folder"),
 }

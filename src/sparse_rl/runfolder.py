@@ -212,8 +212,11 @@ def discard(folder: Path) -> None:
 
 
 def remove(folder: Path) -> None:
-    if folder.exists():
+    """Also where somebody has put a file or a link in its place."""
+    if folder.is_dir() and not folder.is_symlink():
         shutil.rmtree(folder)
+    else:
+        folder.unlink(missing_ok=True)
 
 
 def digests(folder: Path) -> dict[str, str]:

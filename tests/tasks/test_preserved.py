@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import io
 import os
@@ -56,6 +57,7 @@ CHANGES = {
     "inference mode": lambda: left_open(torch.inference_mode()),
     "folder": lambda: os.chdir("/"),
     "handlers": lambda: [signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)],
+    "alarm": lambda: signal.alarm(1000),
     "stderr closed": lambda: sys.stderr.close(),
     "stdout closed": lambda: sys.stdout.close(),
     "streams wrapped anew": lambda: setattr(sys, "stderr", io.TextIOWrapper(sys.stderr.buffer)),
@@ -100,6 +102,68 @@ def test_what_a_reward_changes_is_put_back(tmp_path, change, where, monkeypatch)
     gc.collect()  # a stream that wraps another closes it in the end
     assert state() == before
     print("still heard", file=sys.stderr)
+
+
+def test_a_copy_that_a_reward_makes_of_the_process_takes_no_steps(tmp_path):
+    """It would write into the same logs and checkpoints."""
+    copies = []
+
+    def forks(completions, **_):
+        if copy := os.fork():
+            copies.append(copy)
+        return digits(completions)
+
+    process = os.getpid()
+    try:
+        small_trainer(tmp_path, steps=1, task=graded_by(forks)).train()
+    finally:
+        if os.getpid() != process:
+            os._exit(0)
+    assert [os.waitstatus_to_exitcode(os.waitpid(copy, 0)[1]) for copy in copies] == [1] * len(copies)
+
+
+class Unreadable:
+    def __getattr__(self, name):
+        raise SystemExit(7)
+
+    def __repr__(self):
+        raise SystemExit(7)
+
+
+class Textless(BaseException):
+    def __str__(self):
+        raise SystemExit(7)
+
+
+def test_what_a_reward_returns_or_raises_ends_nothing_by_itself():
+    """Whatever its text, its type or its numbers do when they are read."""
+    given = {"whole": Unreadable(), "parts": [Unreadable()] * 4, "long": [10**5000] * 4, "deep": [[]] * 4}
+    for _ in range(100_000):
+        given["deep"][0] = [given["deep"][0]]
+    for value in given.values():
+        with pytest.raises(ValueError, match=r"reward function '<lambda>' returned .*must (return|be)"):
+            grade(lambda value=value, **_: value)
+
+    def raises(**_):
+        raise Textless
+
+    with pytest.raises(ValueError, match="'raises' raised Textless: Textless without a text"):
+        grade(raises)
+
+
+def test_what_an_async_reward_leaves_in_its_loop_stops_no_later_one():
+    async def leaves(**_):
+        async def ends():
+            raise SystemExit(3)
+
+        task = asyncio.get_running_loop().create_task(ends())
+        await asyncio.sleep(0.01)
+        assert isinstance(task.exception(), SystemExit)
+        asyncio.get_running_loop().stop()
+        return [1.0] * 4
+
+    for _ in range(2):
+        assert grade(leaves).rewards.tolist() == [1.0] * 4
 
 
 def test_what_cannot_be_put_back_is_an_error():

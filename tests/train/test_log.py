@@ -196,6 +196,19 @@ def test_what_is_deleted_under_a_run_is_written_anew(whole, tmp_path, caplog, ha
     assert "lost" not in caplog.text and "damaged" not in caplog.text
 
 
+def test_a_run_in_a_linked_folder_goes_on_where_the_link_leads(tmp_path):
+    """When it starts, and when that is deleted under it."""
+    run = tmp_path / "link"
+    run.symlink_to("target")
+    small_trainer(run, steps=2, observers=(At(1, lambda: shutil.rmtree(tmp_path / "target")),)).train()
+    assert run.is_symlink() and [line["step"] for line in read_log(tmp_path / "target" / "metrics.jsonl")] == [0, 1, 2]
+
+
+def test_a_file_in_the_place_of_an_unfinished_checkpoint_is_removed(tmp_path):
+    small_trainer(tmp_path, steps=1, observers=(At(1, (tmp_path / "checkpoint-1.tmp").touch),)).train()
+    assert checkpoint.checkpoints(tmp_path)[-1].name == "checkpoint-1"
+
+
 def test_a_folder_that_has_become_anothers_is_left_alone(whole, tmp_path):
     """Whether the other run goes on or has ended; nothing of this one is written there."""
     run, held = tmp_path / "run", []

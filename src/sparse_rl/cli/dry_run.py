@@ -23,9 +23,15 @@ def check(
     name: str, dtype: str | None, device: str, trainer_of: Callable[[LoadedModel], Trainer | SFTTrainer]
 ) -> list[str]:
     """Raise what a run would raise before its first step; comment lines on what was not checked."""
+    import torch
+
     from sparse_rl.model.load import check_device
 
     said = []
+    try:
+        torch.device(device)
+    except RuntimeError:  # of no machine
+        check_device(device)
     try:
         trainer_of(_loaded(name, dtype, device)).run.check()
     except NotAtHand as error:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -151,6 +152,11 @@ def check_name(name: str) -> None:
     hint = suggestion(name, ("embedded", "smollm2", "tiny"))
     if hint and "/" not in name and not Path(name).exists():
         raise ValueError(f"model {name!r} is unknown{hint}; one of the hub is named with its owner, OWNER/{name}.")
+    if not name or not (os.path.exists(name) or re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", name)):
+        raise ValueError(
+            f"model {name!r} is neither a folder nor a hub name like 'Qwen/Qwen2.5-1.5B'; "
+            f"built in are embedded, smollm2, tiny, and tiny:FAMILY with FAMILY one of {', '.join(FAMILIES)}."
+        )
 
 
 def check_device(device: str | torch.device) -> None:
@@ -245,15 +251,10 @@ def _saying_why_not(name: str) -> Iterator[None]:
     """Reading a folder or from the hub, with an error of one sentence."""
     check_name(name)
     folder = Path(name)
-    if name and folder.exists() and not (folder / "config.json").is_file():
+    if folder.exists() and not (folder / "config.json").is_file():
         inside = sorted(folder.glob("checkpoint-*/config.json"), key=lambda path: path.stat().st_mtime)
         instead = f" Its last checkpoint has one: {inside[-1].parent}" if inside else " Give one that has."
         raise ValueError(f"model {name!r} is not a Hugging Face model folder: it has no config.json.{instead}")
-    if not name or not (folder.exists() or re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", name)):
-        raise ValueError(
-            f"model {name!r} is neither a folder nor a hub name like 'Qwen/Qwen2.5-1.5B'; "
-            f"built in are embedded, smollm2, tiny, and tiny:FAMILY with FAMILY one of {', '.join(FAMILIES)}."
-        )
     try:
         yield
     except UnsupportedModelError:

@@ -31,7 +31,7 @@ import transformers
 from sparse_rl.grading import Failed
 from sparse_rl.specs import cut
 from sparse_rl.tasks.event_loop import run_together
-from sparse_rl.tasks.preserved import open_streams, preserved
+from sparse_rl.tasks.preserved import one_process, open_streams, preserved
 from sparse_rl.types import Prompt, Rollout
 
 if TYPE_CHECKING:
@@ -153,7 +153,15 @@ class Rewards:
         """The weighted sum of what the functions returned."""
         by_function, failures = {}, {}
         for name, given in called.items():
-            by_function[name], failures[name] = _checked(given, name, count)
+            try:
+                by_function[name], failures[name] = _checked(given, name, count)
+            except BaseException as error:
+                if isinstance(error, ValueError) or ends_the_process(error):
+                    raise
+                raise ValueError(
+                    f"reward function {name!r} returned {type(given).__name__} that cannot be read "
+                    f"({type(error).__name__}); it must return a list, one number a completion."
+                ) from error
         stacked = torch.stack(list(by_function.values()))
         weights = torch.tensor(self.weights or [1.0] * len(self.functions), dtype=torch.float64)
         total = (stacked * weights[:, None]).nansum(dim=0)
@@ -165,7 +173,7 @@ class Rewards:
         """What each function returns; async ones run last, at the same time."""
         given: dict[str, Any] = {}
         try:
-            with open_streams():
+            with open_streams(), one_process():
                 for name, function in zip(self.names, self.functions, strict=True):
                     try:
                         given[name] = function(**inputs)
@@ -209,9 +217,18 @@ def _broken(name: str, function: Reward, error: BaseException, inputs: dict[str,
     hint = ""
     if isinstance(error, AttributeError | TypeError) and isinstance(next(iter(inputs["completions"]), None), list):
         hint = ' (prompts are chats here, and each completion a list, [{"role": "assistant", "content": ...}])'
-    return ValueError(
-        f"reward function {name!r} raised {type(error).__name__}: {cut(str(error))}{where}{hint}; mend it, then resume."
-    )
+    what = f"{type(error).__name__}: {cut(_text(error))}"
+    return ValueError(f"reward function {name!r} raised {what}{where}{hint}; mend it, then resume.")
+
+
+def _text(value: Any) -> str:
+    """Of an exception or a value whose own text may raise anything."""
+    try:
+        return str(value) if isinstance(value, BaseException) else repr(value)
+    except BaseException as error:
+        if ends_the_process(error):
+            raise
+        return f"{type(value).__name__} without a text"
 
 
 def completion_texts(rollouts: list[Rollout], tokenizer: transformers.PreTrainedTokenizerBase) -> list[str]:
@@ -256,7 +273,7 @@ def _checked(given: Any, name: str, count: int) -> tuple[torch.Tensor, dict[int,
             rewards.append(math.nan if number is None else float(number))
         except Exception as error:  # whatever a value that is no number raises
             raise ValueError(
-                f"reward function {name!r} returned {repr(value)[:40]} for completion {i}; "
+                f"reward function {name!r} returned {_text(value)[:40]} for completion {i}; "
                 "it must be a finite number, or None to leave the completion out."
             ) from error
     return torch.tensor(rewards, dtype=torch.float64), failures

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Awaitable, Sequence
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
@@ -34,5 +35,11 @@ def run_together(awaitables: Sequence[Awaitable[Any]]) -> list[Any]:
 @cache
 def _loop() -> asyncio.AbstractEventLoop:
     loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="async rewards", daemon=True).start()
+    threading.Thread(target=_run, args=(loop,), name="async rewards", daemon=True).start()
     return loop
+
+
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    while True:  # a task that a function leaves behind may stop the loop, or raise SystemExit
+        with suppress(BaseException):
+            loop.run_forever()

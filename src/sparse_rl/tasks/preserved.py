@@ -49,6 +49,10 @@ def _folder() -> str | None:
     return None
 
 
+def _timer() -> str | None:
+    return None if any(signal.getitimer(signal.ITIMER_REAL)) else "stopped"  # None: one runs, and is left alone
+
+
 def _handler(number: signal.Signals) -> Setting:
     return lambda: signal.getsignal(number), lambda handler: signal.signal(number, handler)
 
@@ -71,6 +75,7 @@ GLOBAL: dict[str, Setting] = {
         torch.cuda.set_device,
     ),
     "the working folder": (_folder, os.chdir),
+    "the alarm clock": (_timer, lambda _: signal.setitimer(signal.ITIMER_REAL, 0)),
     "the handler of SIGINT": _handler(signal.SIGINT),
     "the handler of SIGTERM": _handler(signal.SIGTERM),
 }
@@ -142,3 +147,14 @@ def open_streams() -> Iterator[None]:
                     if os.path.sameopenfile(descriptor, copy):
                         continue
                 os.dup2(copy, descriptor)
+
+
+@contextmanager
+def one_process() -> Iterator[None]:
+    """Where the code inside forks, the copy ends here: it would go on with the run in the same folder."""
+    process = os.getpid()
+    try:
+        yield
+    finally:
+        if os.getpid() != process:
+            os._exit(1)

@@ -28,7 +28,7 @@ from sparse_rl.tasks.exact import Exact
 from sparse_rl.tasks.form import Format, Kind, Overlong
 from sparse_rl.tasks.last_number import LastNumber
 from sparse_rl.tasks.lookup import RightValue
-from sparse_rl.tasks.preserved import open_streams, preserved
+from sparse_rl.tasks.preserved import one_process, open_streams, preserved
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,7 +135,7 @@ def import_function(path: str) -> Reward:
     if module_name.endswith(".py") and not Path(module_name).is_file():
         raise ValueError(f"reward {path!r}{hint}: there is no file {module_name}; check the path.")
     try:
-        with preserved(module_name), open_streams():
+        with preserved(module_name), open_streams(), one_process():
             module = _import_file(Path(module_name)) if module_name.endswith(".py") else _import_module(module_name)
     except BaseException as error:
         if ends_the_process(error):

@@ -86,8 +86,8 @@ def save(
             remove(temporary)
         if not isinstance(error, FULL_DISK) or is_lost(error):
             raise
-        reason = first_line(error)
-        raise OSError(f"{folder} could not be written ({reason}); make room on the disk, then resume.") from error
+        remedy = "make room on the disk, then resume" if folder.parent.is_dir() else f"{folder.parent} was deleted"
+        raise OSError(f"{folder} could not be written ({first_line(error)}); {remedy}.") from error
 
 
 def read_state(folder: Path) -> dict[str, Any]:

@@ -30,8 +30,10 @@ logger = logging.getLogger(__name__)
 def check_folder(config: RunConfig, section: str = "task") -> None:
     """Refuse to mix two runs in a folder, or to resume nothing; `section` is one that only this kind of run has."""
     run, resume = Path(config.output_dir), config.resume_from_checkpoint
-    if run.exists() and not run.is_dir():
-        raise ValueError(f"trainer.output_dir is {str(run)!r}, which is a file; name a folder.")
+    file = next((path for path in (run, *run.parents) if path.exists() and not path.is_dir()), None)
+    if file is not None:
+        where = f", and {str(file)!r} is a file" if file != run else ", which is a file"
+        raise ValueError(f"trainer.output_dir is {str(run)!r}{where}; name a folder.")
     names = ("run.json", *RunLog.FILES)
     taken = [name for name in names if (run / name).exists()] + [path.name for path in checkpoint.checkpoints(run)]
     if taken and not resume:

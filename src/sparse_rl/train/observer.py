@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparse_rl.rollout import Progress
-from sparse_rl.tasks.preserved import preserved
+from sparse_rl.tasks.preserved import one_process, preserved
 
 if TYPE_CHECKING:  # which import this module
     from sparse_rl.train.sft import SFTTrainer
@@ -43,5 +43,5 @@ class Observer:
 def tell(observers: Iterable[Observer], event: str, *what: Any) -> None:
     """Call a method of each; what that changes of the process's global state is put back."""
     for observer in observers:
-        with preserved(f"the observer {type(observer).__name__}"):
+        with preserved(f"the observer {type(observer).__name__}"), one_process():
             getattr(observer, event)(*what)

@@ -164,14 +164,14 @@ class Run:
             return
         path = self.folder / "run.json"
         if not is_at(self.lock, self.folder / ".lock"):
-            self.folder.mkdir(parents=True, exist_ok=True)
+            self.folder.resolve().mkdir(parents=True, exist_ok=True)  # of a link, what it leads to
             again = lock(self.folder)
             if path.is_file() and recorded(self.folder) != self.record:
                 again.close()
                 raise ValueError(f"{self.folder} was deleted under the run, and has another run in it; this one stops.")
             self.lock.close()
             self.lock = again
-            logger.warning("%s was deleted or moved under the run.", self.folder)
+            logger.warning("%s, or the lock in it, was deleted or moved under the run.", self.folder)
         if not path.is_file():
             logger.warning("%s is gone; it is written anew.", path)
             write_json(path, self.record)
@@ -214,7 +214,7 @@ class Run:
     def _choose(self) -> tuple[Path | None, dict[str, Any]]:
         """The same with the folder locked, for as long as the run goes on."""
         check_folder(self.config, self.section)
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self.folder.resolve().mkdir(parents=True, exist_ok=True)
         self.lock = lock(self.folder)
         recover(self.folder, "checkpoint-*")
         chosen, state = self.check()
