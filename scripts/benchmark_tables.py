@@ -392,21 +392,7 @@ def rollouts_cpu() -> str:
 TABLES: dict[str, Callable[..., str]] = {
     function.__name__: function
     for function in (
-        arms,
-        measured,
-        rollouts,
-        rollout_split,
-        mixtures,
-        policies_speed,
-        selecting,
-        policies_quality,
-        learner,
-        full_step,
-        cost,
-        smollm2,
-        calibrated,
-        luck,
-        inference,
-        rollouts_cpu,
+        arms, measured, rollouts, rollout_split, mixtures, policies_speed, selecting, policies_quality, learner,
+        full_step, cost, smollm2, calibrated, luck, inference, rollouts_cpu,
     )
-}
+}  # fmt: skip
