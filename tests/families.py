@@ -149,7 +149,6 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 # One cell for each mechanism.
 MECHANISMS: dict[str, str] = {
     "llama": "grouped query heads, rotated positions",
-    "llama (tied head)": "the head is the embedding",
     "llama (biases, dropout)": "biases; a dropout that load switches off",
     "qwen2 (windows)": "windows in some layers, biases of queries, keys and values",
     "qwen3": "normed queries and keys",
@@ -173,17 +172,12 @@ MECHANISMS: dict[str, str] = {
     "deepseek_v3": "latent attention: values narrower than keys",
     "dbrx": "clipped queries, keys and values",
     "gpt2": "learned positions, convolutions as projections",
-    "gpt_neox": "queries, keys and values in one projection by head",
-    "starcoder2": "layer norms with biases",
     "jetmoe": "experts that attend",
     "gemma4_unified_text (one width)": "images seen in both directions, text causally",
     "falcon": "attention looked up among its own classes",
     "bloom": "ALiBi",
     "stablelm": "attention of its own, not through transformers' interface",
     "bamba": "state-space layers",
-    "llama4_text": "chunked attention",
-    "longcat_flash": "two attentions a layer",
-    "gemma3_text (both directions)": "attention in both directions",
 }
 
 

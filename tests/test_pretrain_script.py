@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 MEASURED = """
 from pretrain_chain import accuracy, build
@@ -15,6 +17,7 @@ print(accuracy(build(64, "sdpa"), Chain(letters=4, steps=1), 64, count=2))
 """
 
 
+@pytest.mark.slow
 def test_a_model_that_is_being_trained_is_measured():
     """In a process of its own, where nothing else has imported what the script needs."""
     done = subprocess.run([sys.executable, "-c", MEASURED], cwd=SCRIPTS, capture_output=True, text=True, timeout=100)

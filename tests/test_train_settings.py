@@ -135,6 +135,7 @@ def test_a_dry_run_goes_on_with_a_run_as_the_run_would(tmp_path):
 
 
 @pytest.mark.parametrize("recipe", recipes("train"))
+@pytest.mark.some(4)
 def test_every_recipe_loads_by_name_and_is_obeyed(recipe):
     settings = resolved("--config", recipe)
     written = flat(read_configs(recipe, "train")[-1])

@@ -94,7 +94,7 @@ def test_sinks_and_soft_caps_equal_autograd_through_the_definition(kind, window,
 
 @pytest.mark.parametrize("window", [None, 45])
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.some(4)
+@pytest.mark.some(2)
 def test_triton_attention_over_packed_sequences(kind, window, device):
     """Output and gradients, of sinks too; lengths of one token, of one block, of several."""
     triton = pytest.importorskip("sparse_rl.kernels.attention_triton")

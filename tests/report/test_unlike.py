@@ -51,6 +51,7 @@ def notes(folder: Path, *settings: dict[str, Any], evaluated: bool = True) -> li
         ({"task": {"train_file": "b.jsonl"}, "eval": {"n": 2}}, "task.train_file and eval.n: their"),
     ],
 )
+@pytest.mark.some(3)
 def test_runs_that_were_not_asked_the_same_are_told_of(tmp_path, other, apart):
     assert notes(tmp_path, asked(), asked(), asked(**other)) == [
         f"These runs differ in {apart} rewards cannot be compared."
@@ -164,6 +165,7 @@ def test_xi_is_explained(tmp_path):
     assert "xi = pi_dense / pi_sparse of a sampled token" in page
 
 
+@pytest.mark.slow
 def test_the_tails_target_is_drawn_if_there_is_one(tmp_path):
     plot = next(plot for plot in PLOTS if plot.name == "tail")
 

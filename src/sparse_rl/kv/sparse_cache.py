@@ -92,8 +92,8 @@ class SparseCache(Cache):
         """The same keys and values, for our attention to store."""
         if self.handed is not None:
             raise ValueError(
-                f"layer {self.handed} did not attend through sparse_rl, so its entries were not stored; call "
-                f"model.set_attn_implementation({NAME!r}) before generate, and start with a new SparseCache."
+                f"layer {self.handed} did not attend through sparse_rl: call model.set_attn_implementation({NAME!r}) "
+                "before generate and start with a new SparseCache, or call reset() if a forward pass was cut short."
             )
         if layer_idx != self.next_layer:
             raise ValueError(
