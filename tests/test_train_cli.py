@@ -213,6 +213,7 @@ def test_a_models_folder_has_several_names(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("damaged", ["", "not json", "[]", "{}"])
+@pytest.mark.some(2)
 def test_a_run_whose_record_is_damaged_keeps_its_settings_too(finished, damaged, tmp_path, caplog):
     """A checkpoint has them as well; without one, nothing knows them, and the default recipe's are not the run's."""
     folder = tmp_path / "run"

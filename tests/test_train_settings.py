@@ -87,7 +87,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-@pytest.mark.some(8)
+@pytest.mark.some(5)
 def test_a_dry_run_refuses_what_the_run_refuses(case, tmp_path, monkeypatch):
     """In the same words, and behind the settings."""
     monkeypatch.chdir(tmp_path)

@@ -69,7 +69,7 @@ def base(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.some(10)
+@pytest.mark.some(6)
 def test_a_name_of_trl_changes_one_setting_as_a_flag_and_as_a_key(name, config, base):
     (value, expected), (path, before) = GIVEN[name], base
     flag = [f"--{name}"] if value is True else [f"--{name}", str(value)]  # a flag that is true may stand alone

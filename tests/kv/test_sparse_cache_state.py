@@ -213,6 +213,7 @@ def test_what_cannot_be_done_is_refused(tiny, prompts):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.some(3)
 def test_a_text_that_is_fed_again_is_refused(family, tiny):
     model, cache = tiny(family).model, SparseCache()
     ids = torch.arange(1, 9, device=model.device)[None]

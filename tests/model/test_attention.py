@@ -17,6 +17,7 @@ from sparse_rl.score.pack import pack
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.some(4)
 def test_without_a_context_it_is_plain_causal_attention(family, tiny, reference, prompts):
     model, expected = tiny(family).model, reference(family)
     ids = torch.tensor(prompts(70), device=model.device)

@@ -91,7 +91,7 @@ def test_a_model_that_rounding_moves_far_is_not_refused(monkeypatch):
 @pytest.mark.parametrize(
     ("make", "kernels"), [(half_model, "all"), (half_model, "of half precision"), (noisy_model, "all")]
 )
-@pytest.mark.some(4)
+@pytest.mark.some(2)
 def test_attention_that_is_wrong_is_refused_in_half_precision(make, kernels, fault, monkeypatch):
     def wrong(call, boundaries):
         given = {"boundaries": boundaries}

@@ -124,6 +124,7 @@ def test_the_positions_kept_are_those_of_the_rollouts():
 
 
 @pytest.mark.parametrize("family", sorted({*FAMILIES} - {"gemma2", "gpt_oss"}))  # a GPU's kernel keeps less of these
+@pytest.mark.some(4)
 def test_a_token_leaves_behind_what_autograd_saves(family, monkeypatch):
     model, tokens = tiny_model(family, dtype=torch.bfloat16), 20  # inside the windows
     size = model_size(model.config, family, torch.bfloat16)

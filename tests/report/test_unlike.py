@@ -86,6 +86,7 @@ def test_one_evaluated_run_of_two_has_nothing_to_be_compared_with(tmp_path):
     assert "differ in task.train_file: their rewards cannot" in report(*runs)
 
 
+@pytest.mark.slow
 def test_a_file_is_known_by_what_is_in_it(tmp_path):
     def other(path: str, digest: str) -> dict[str, Any]:
         return asked(task={"train_file": path, "train_sha256": digest})

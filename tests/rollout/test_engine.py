@@ -244,6 +244,7 @@ def test_a_batch_filled_up_with_nobodys_row_decodes_the_same(tiny, prompts, monk
 
 
 @pytest.mark.parametrize("kv", [Full(), RKV(budget=16, interval=8), PagesMean(budget=48, dense_layers=1)])
+@pytest.mark.some(2)
 def test_tokens_read_several_steps_at_a_time_are_those_read_one_by_one(kv, tiny, prompts, monkeypatch):
     """A GPU's pace, a CPU's: the same rollouts and the same counts, whatever ends inside a fetch."""
     loaded = tiny(dtype=torch.float64)

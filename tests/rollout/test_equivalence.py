@@ -25,6 +25,7 @@ def tokens(rollouts):
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda p: p.name)
+@pytest.mark.some(2)
 def test_rows_do_not_matter_in_fp64(policy, tiny, prompts):
     loaded = tiny("qwen2", dtype=torch.float64)
     assert len(set(loaded.shape.windows)) == 2
@@ -91,6 +92,7 @@ def test_rows_do_not_matter_beyond_rounding_in_fp32(policy, tiny, prompts):
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda p: p.name)
+@pytest.mark.some(2)
 def test_pool_size_does_not_matter_in_fp64(policy, tiny, prompts):
     """Small pools preempt dense rows and admit fewer evicting ones; the tokens are the same."""
     loaded = tiny(dtype=torch.float64)
@@ -106,6 +108,7 @@ def test_pool_size_does_not_matter_in_fp64(policy, tiny, prompts):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.some(4)
 def test_packed_equals_unpacked(family, tiny, prompts):
     model = tiny(family, dtype=torch.float64).model
     rows = prompts(5, 33, 1, 50)

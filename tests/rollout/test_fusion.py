@@ -23,6 +23,7 @@ def places(model):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.some(4)
 def test_the_model_computes_what_it_did(family):
     model = tiny_model(family, dtype=torch.float64)
     before, parameters = model(IDS).logits, dict(model.named_parameters())

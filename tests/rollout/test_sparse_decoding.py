@@ -43,7 +43,7 @@ def test_engine_equals_masked_dense_model(policy, family, tiny, reference, promp
 
 @pytest.mark.parametrize("policy", POLICIES[2:], ids=lambda p: f"{p.name}-{p.budget}")
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
-@pytest.mark.some(4)
+@pytest.mark.some(3)
 def test_the_engines_own_queries_and_keys_decide_what_is_kept(policy, family, tiny, reference, prompts):
     """Every firing, recomputed by the slow policies from the queries and keys of the masked dense model.
 

@@ -179,7 +179,7 @@ def test_another_architecture_ends_the_process(reward, code):
 
 
 @pytest.mark.parametrize("name", BOMBS)
-@pytest.mark.some(6)
+@pytest.mark.some(3)
 def test_bombs_end(reward, place, name):
     reason = {"many threads": "threads", "many files": "files", **dict.fromkeys(FILLING, "filled its folder")}.get(name)
     limits = Limits(timeout_s=4.0 if reason else 1.0, memory_mb=512)

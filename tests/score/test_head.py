@@ -28,6 +28,7 @@ def packed(model):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.some(4)
 def test_scores_equal_the_modules_own_logits(family, monkeypatch):
     monkeypatch.setitem(head_module.CHUNK_LOGITS, "cpu", 3 * 259)  # chunks of three tokens
     model = tiny_model(family, dtype=torch.float64)

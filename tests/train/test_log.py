@@ -182,7 +182,7 @@ HARM = {
 
 
 @pytest.mark.parametrize("harm", HARM)
-@pytest.mark.some(3)
+@pytest.mark.some(2)
 def test_what_is_deleted_under_a_run_is_written_anew(whole, tmp_path, caplog, harm):
     """All of it, and a resumed run goes on from it."""
     run = tmp_path / "run"
